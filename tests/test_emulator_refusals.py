@@ -75,7 +75,7 @@ PRODUCT = (
             "@%p ret;" + WAIT_A_LITTLE + "setp.eq.u32 %first, %tid, 0;"
             + CANCEL.format(".multicast::cluster::all", "%base"), 32, 2,
         ),
-        ("of a pair allocate (32 and 64|64 and 32) columns", "selp.b32 %a, 32, 64, %p;" + ALLOCATE.format(2, "%a"), 32, 2),
+        ("a pair allocate (32 and 64|64 and 32) columns", "selp.b32 %a, 32, 64, %p;" + ALLOCATE.format(2, "%a"), 32, 2),
         ("a second warp of CTA .* executes tcgen05.alloc", "@%p ret;" + ALLOCATE.format(2, 32), 64, 2),
         (
             "generic address 0x40 is not one of shared memory",

@@ -22,7 +22,7 @@ from quackish.emulator.races import Races
 
 
 class Semantics(NamedTuple):
-    """Of an instruction that accesses global memory."""
+    """What the opcode of an access of global memory says about order."""
 
     is_strong: bool
     releases: bool

@@ -369,7 +369,7 @@ class Grid:
 
     @property
     def opcode(self) -> str:
-        """Of the instruction that executes now."""
+        """The opcode of the instruction that executes now."""
         _, _, block, steps = self._running
         return self.program.blocks[block].instructions[self._index(block, steps)].opcode
 
