@@ -58,6 +58,7 @@ _CHAPTERS = (
     "logic",
     "synchronization",
     "tcgen05",
+    "tensor_allocation",
     "thread_copy",
     "warp",
     "wgmma",

@@ -9,176 +9,14 @@ import numpy as np
 from quackish.emulator import late_loads, matrices
 from quackish.emulator.clocks import joined
 from quackish.emulator.errors import Fault
-from quackish.emulator.isa import action, control
-from quackish.emulator.isa.data_movement import offsets_in_cta
+from quackish.emulator.isa import action
 from quackish.emulator.isa.synchronization import mbarrier_at
-from quackish.emulator.memory import OFFSET_MASK, RANK_SHIFT, SHARED_WINDOW
-from quackish.emulator.tensor_memory import Meeting, pair_of, peer_of, share_of
-from quackish.emulator.threads import VIEW_OF_TYPE, WARP, warp_mask
+from quackish.emulator.isa.tensor_allocation import by_warp, check_group, shared_addresses, uniform
+from quackish.emulator.memory import OFFSET_MASK, RANK_SHIFT
+from quackish.emulator.tensor_memory import pair_of, share_of
+from quackish.emulator.threads import VIEW_OF_TYPE, WARP
 
 _U32 = VIEW_OF_TYPE["u32"]
-
-
-def _by_warp(lanes):
-    """(lanes, position of its first thread in `lanes`) for each warp, which must be whole."""
-    position = 0
-    for warp in lanes.warps():
-        whole = warp_mask(warp)
-        if lanes.mask & whole != whole:
-            # "The behavior of the instruction is undefined if all the threads in the warp do not use the same values
-            # of nCols, or if any thread in the warp has exited." The same stands with taddr at tcgen05.ld and .st.
-            raise Fault("a tcgen05 instruction of whole warps, of which a thread has exited or is missing")
-        yield lanes.cta.lanes(whole), position
-        position += WARP
-
-
-def _uniform(values, position, what):
-    """The one value of a warp whose threads begin at `position`."""
-    part = values[position : position + WARP]
-    if (part != part[0]).any():
-        raise Fault(f"threads of a warp have different values of {what}")
-    return part[0].item()
-
-
-def _check_group(lanes, group):
-    # "All tcgen05 instructions within a kernel must specify the same value for the .cta_group qualifier."
-    grid = lanes.cta.grid
-    if grid.cta_group not in (0, group):
-        raise Fault(f"a tcgen05 instruction with .cta_group::{group} after one with .cta_group::{grid.cta_group}")
-    grid.cta_group = group
-
-
-# Allocation. "When .cta_group::2 is specified, one warp from each of the peer CTAs must collectively perform the
-# allocation and de-allocation."
-
-
-def _meet(lanes, following, what, operands):
-    """The peer CTA's warp that waits to do the same, or None: then this warp waits."""
-    cta = lanes.cta
-    meetings, key = cta.cluster.meetings, (what, cta.rank // 2)
-    peer_of(cta)
-    other = meetings.get(key)
-    if other is None:
-        parked = cta.park(lanes.mask, following, lambda: f"waits for its peer CTA to execute tcgen05.{what}")
-        meetings[key] = Meeting(cta, parked, operands)
-        return None
-    if other.cta is cta:
-        raise Fault(f"a second warp of {cta} executes tcgen05.{what} while the first one waits for the peer CTA")
-    return other
-
-
-def _finish_meeting(cta, what, other):
-    del cta.cluster.meetings[what, cta.rank // 2]
-    other.parked.release()
-
-
-def _wait_for_columns(lanes, count, share):
-    """Parks a warp, which executes its instruction again once columns are free."""
-    why = f"waits for {count} columns of tensor memory of SM {lanes.cta.sm}"
-    share.memory.waiting.append(lanes.cta.park(lanes.mask, lanes.cta.block, lambda: why))
-
-
-def _store_address(warp, offset, column):
-    """A warp of the CTA that gets the address stores it."""
-    grid = warp.cta.grid
-    executing, grid.executing = grid.executing, warp
-    warp.cta.shared.store(np.array([offset], np.uint32), [np.array([column], np.uint32)])
-    # "The Tensor Memory allocation related instructions that access shared memory maintain same-address ordering with
-    # respect to non-tcgen05 instructions." (PTX, Asynchronous Operations)
-    grid.races.order_warp(warp)
-    grid.executing = executing
-
-
-def _allocate(lanes, following, offset, count):
-    share = share_of(lanes.cta)
-    share.check_allocation(count)
-    column = share.memory.first_free(count)
-    if column is None:
-        _wait_for_columns(lanes, count, share)
-        return
-    share.allocate(column, count)
-    _store_address(lanes, offset, column)
-    lanes.cta.add(following, lanes.mask)
-
-
-def _allocate_pair(lanes, following, offset, count):
-    cta, share = lanes.cta, share_of(lanes.cta)
-    share.check_allocation(count)
-    other = _meet(lanes, following, "alloc", (offset, count))
-    if other is None:
-        return
-    other_offset, other_count = other.operands
-    if other_count != count:
-        raise Fault(f"the CTAs of a pair allocate {other_count} and {count} columns")
-    peer = share_of(other.cta)
-    column = share.memory.first_free(count, peer.memory)
-    if column is None:
-        full = share if share.memory.first_free(count) is None else peer
-        _wait_for_columns(lanes, count, full)
-        return
-    for each, warp, place in (
-        (share, lanes, offset),
-        (peer, other.cta.lanes(other.parked.mask), other_offset),
-    ):
-        each.allocate(column, count)
-        _store_address(warp, place, column)
-    _finish_meeting(cta, "alloc", other)
-    cta.add(following, lanes.mask)
-
-
-def _declare_allocation(group):
-    allocate = {1: _allocate, 2: _allocate_pair}[group]
-    prefix = f"cta_group::{group}.sync.aligned"
-
-    @control(f"tcgen05.alloc.{prefix}.shared::cta.b32", "[u32], u32", converged="warp", repeats=True)
-    def alloc(lanes, following, writers, addresses, counts):
-        _check_group(lanes, group)
-        offsets = offsets_in_cta(lanes, addresses)
-        for warp, position in _by_warp(lanes):
-            offset, count = _uniform(offsets, position, "dst"), _uniform(counts, position, "nCols")
-            allocate(warp, following, offset, count)
-
-    @control(f"tcgen05.alloc.{prefix}.b32", "[u64], u32", converged="warp", repeats=True)
-    def alloc_generic(lanes, following, writers, addresses, counts):
-        return alloc(lanes, following, writers, _shared_addresses(addresses), counts)
-
-    @control(f"tcgen05.dealloc.{prefix}.b32", "u32, u32", converged="warp")
-    def dealloc(lanes, following, writers, addresses, counts):
-        _check_group(lanes, group)
-        for warp, position in _by_warp(lanes):
-            address = matrices.tensor_address(_uniform(addresses, position, "taddr"))
-            operands = address.column, _uniform(counts, position, "nCols")
-            if group == 2:
-                other = _meet(warp, following, "dealloc", operands)
-                if other is None:
-                    continue
-                peer = other.cta.lanes(other.parked.mask)
-                lanes.cta.grid.races.meet(warp, peer)
-                _free(peer, *other.operands)
-                _finish_meeting(lanes.cta, "dealloc", other)
-            _free(warp, *operands)
-            lanes.cta.add(following, warp.mask)
-
-    @action(f"tcgen05.relinquish_alloc_permit.{prefix}", "", converged="warp")
-    def relinquish(lanes):
-        _check_group(lanes, group)
-        share_of(lanes.cta).has_permit = False
-
-
-def _free(warp, column, count):
-    share = share_of(warp.cta)
-    share.free(column, count)
-    warp.cta.tensor_races.free(column, count, int(warp.cta.grid.races.warps(warp)[0]))
-
-
-def _shared_addresses(addresses):
-    """Generic addresses as addresses of shared::cluster."""
-    # "If the address specified by dst does not fall within the address window of .shared::cta state space then the
-    # behavior is undefined."
-    shared = addresses - np.uint64(SHARED_WINDOW)
-    if (shared >> np.uint64(32)).any():
-        raise Fault(f"generic address {int(addresses[0]):#x} is not one of shared memory")
-    return shared.astype(np.uint32)
 
 
 # Products
@@ -290,7 +128,7 @@ def _f16_words(values):
 
 def _multiply(lanes, group, kind, d, a, b, descriptors, masks, adds, scale, collector):
     """Issues a product for each thread: "tcgen05.mma has single thread semantics"."""
-    _check_group(lanes, group)
+    check_group(lanes, group)
     cta = lanes.cta
     a_values, a_is_address = a
     for i, thread in enumerate(lanes.threads.tolist()):
@@ -335,7 +173,6 @@ def _declare_products(group, kind, collector, usage):
 
 
 for _group in (1, 2):
-    _declare_allocation(_group)
     for _kind in ("f16", "tf32", "f8f6f4"):
         _declare_products(_group, _kind, "", "discard")
         for _usage in ("fill", "use", "lastuse", "discard"):
@@ -344,7 +181,7 @@ for _group in (1, 2):
 
 def _commit(lanes, group, addresses, masks=None):
     """ "an arrive-on operation, with the count argument of 1, is signaled on the mbarrier object." """
-    _check_group(lanes, group)
+    check_group(lanes, group)
     cta = lanes.cta
     if group == 2:
         pair_of(cta)
@@ -377,7 +214,7 @@ def _declare_commit(group):
 
     @action(f"{opcode}.b64", "[u64]")
     def commit_generic(lanes, addresses):
-        _commit(lanes, group, _shared_addresses(addresses))
+        _commit(lanes, group, shared_addresses(addresses))
 
     @action(f"{opcode}.shared::cluster.multicast::cluster.b64", "[u32], u16")
     def commit_multicast(lanes, addresses, masks):
@@ -385,7 +222,7 @@ def _declare_commit(group):
 
     @action(f"{opcode}.multicast::cluster.b64", "[u64], u16")
     def commit_multicast_generic(lanes, addresses, masks):
-        _commit(lanes, group, _shared_addresses(addresses), masks)
+        _commit(lanes, group, shared_addresses(addresses), masks)
 
 
 for _group in (1, 2):
@@ -397,7 +234,7 @@ for _group in (1, 2):
 
 def _place(warp, position, addresses, shape, fragment):
     """(lane, column) of a warp's access."""
-    address = matrices.tensor_address(_uniform(addresses, position, "taddr"))
+    address = matrices.tensor_address(uniform(addresses, position, "taddr"))
     (number,) = warp.warps()
     first = 32 * (number % 4)
     starts = (first,) if shape == "32x32b" else (first, first + 16)
@@ -418,7 +255,7 @@ def _consecutive(indices):
 
 def _load(lanes, rows, addresses, shape, fragment, packed):
     cta, rows = lanes.cta, _consecutive(rows)
-    for warp, position in _by_warp(lanes):
+    for warp, position in by_warp(lanes):
         address = _place(warp, position, addresses, shape, fragment)
         (number,) = warp.warps()
         load = _loader(warp, rows, address, fragment, packed)
@@ -443,7 +280,7 @@ def _loader(warp, rows, address, fragment, packed):
 
 def _store(lanes, values, addresses, shape, fragment, unpacked):
     cta = lanes.cta
-    for warp, position in _by_warp(lanes):
+    for warp, position in by_warp(lanes):
         address = _place(warp, position, addresses, shape, fragment)
         (number,) = warp.warps()
         owner = cta, "tcgen05.st", number
