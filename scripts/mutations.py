@@ -154,7 +154,7 @@ MUTATIONS = (
     Mutation(
         "saved_exponentials_of_a_retained_graph_written",
         f"{OPS}/linear_cross_entropy/autograd.py",
-        "if saved is None or not _is_graph_kept():",
+        "if saved is None or not is_graph_kept():",
         "if True:",
         "tests/test_lce_schedules.py -k 'modifies_no_saved_tensor and stored'",
     ),

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from quackish.configs.gemm import NUM_TICKETS
 from quackish.configs.linear_cross_entropy import first_classes, recompute_blocks, shared_storage
 from quackish.errors import UnsupportedError
-from quackish.ops.linear_cross_entropy import autograd
+from quackish.ops.linear_cross_entropy import operators
 from quackish.ops.linear_cross_entropy.buffers import RowState
 from quackish.ops.linear_cross_entropy.calls import Plan
 from quackish.ops.linear_cross_entropy.checks import Inputs
@@ -485,7 +485,7 @@ def test_opcheck(needs, schedule, path):
         args = *inputs, *plan, needs
         # without the gradient tests of torch.compile, which are too strict for bf16
         tests = "test_schema", "test_autograd_registration", "test_faketensor"
-        torch.library.opcheck(autograd._fwd_op, args, test_utils=tests)
+        torch.library.opcheck(operators._fwd_op, args, test_utils=tests)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

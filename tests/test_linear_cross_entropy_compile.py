@@ -8,9 +8,9 @@ import torch._dynamo.testing
 
 from quackish.errors import UnsupportedError
 from quackish.ops.linear_cross_entropy import checks, linear_cross_entropy
-from quackish.ops.linear_cross_entropy.autograd import Outputs, Saved, _bwd_op, _fwd_op, unpack
-from quackish.ops.linear_cross_entropy.calls import GradOutputs, Plan
+from quackish.ops.linear_cross_entropy.calls import GradOutputs, Plan, unpack
 from quackish.ops.linear_cross_entropy.checks import Inputs
+from quackish.ops.linear_cross_entropy.operators import Outputs, Saved, _bwd_op, _fwd_op
 from tests.lce_cases import (
     IGNORED,
     OPTIONS,

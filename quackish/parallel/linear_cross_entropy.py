@@ -24,19 +24,14 @@ from quackish.ops.linear_cross_entropy import LinearCrossEntropyLoss, LinearCros
 from quackish.ops.linear_cross_entropy.api import MODULE_OPTIONS, key_of, plan_for, with_overloads
 from quackish.ops.linear_cross_entropy.autograd import (
     NO_SECOND_DERIVATIVES,
-    Outputs,
-    Saved,
     grads_needed,
     is_batched,
     logit_scale_tensor,
     of_all_inputs,
     requires_grad,
     reshaped,
-    run_backward,
-    run_forward,
-    unpack,
 )
-from quackish.ops.linear_cross_entropy.calls import GradOutputs, Grads, GradsNeeded, Plan
+from quackish.ops.linear_cross_entropy.calls import GradOutputs, Grads, GradsNeeded, Plan, unpack
 from quackish.ops.linear_cross_entropy.checks import (
     Inputs,
     Options,
@@ -46,6 +41,7 @@ from quackish.ops.linear_cross_entropy.checks import (
     make_options,
 )
 from quackish.ops.linear_cross_entropy.launches import RowKernels
+from quackish.ops.linear_cross_entropy.operators import Outputs, Saved, run_backward, run_forward
 from quackish.ops.modes import are_plain, check_memory, is_compiling, is_transformed
 from quackish.parallel.collectives import all_gather, sum_over_ranks
 from quackish.parallel.combine import NO_CLASSES, LossOptions, ShardStats, combine, row_gradients

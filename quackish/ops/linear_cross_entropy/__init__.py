@@ -2,7 +2,8 @@
 
 api.py         the public function and module; chooses between kernels and the portable path
 checks.py      argument checks
-autograd.py    torch.autograd.Function for eager calls on kernels; custom operators for all other calls
+autograd.py    torch.autograd.Function for eager calls on kernels
+operators.py   custom operators for all other calls, and the choice between the two
 schedules.py   on kernels: which steps run, in which order, over which buffers
 steps.py       the steps of schedules, each one or a few launches
 calls.py       arguments and results of schedules

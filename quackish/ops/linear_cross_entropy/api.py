@@ -11,7 +11,7 @@ from quackish.configs.linear_cross_entropy import config_of
 from quackish.errors import UnsupportedError
 from quackish.ops.buffers import check_buffer
 from quackish.ops.device import expects_kernels, refuse_portable, report_portable, why_unsupported
-from quackish.ops.linear_cross_entropy import autograd, memory, portable
+from quackish.ops.linear_cross_entropy import autograd, memory, operators, portable
 from quackish.ops.linear_cross_entropy.calls import Plan
 from quackish.ops.linear_cross_entropy.checks import (
     FP32,
@@ -141,7 +141,7 @@ def linear_cross_entropy(
             check_buffer(
                 "linear_cross_entropy", grad_weight_out=grad_weight_out, linear_weight=linear_weight, input=input
             )
-        loss, lse, *stats = autograd.run(inputs, plan, return_lse, eager, kernels)
+        loss, lse, *stats = operators.run(inputs, plan, return_lse, eager, kernels)
     if return_stats:
         return loss, LinearCrossEntropyStats(lse, *stats)
     return (loss, lse) if return_lse else loss

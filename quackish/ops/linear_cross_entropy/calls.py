@@ -137,3 +137,13 @@ class ForwardResult(NamedTuple):
     exp_logits: Tensor | None = None  # (m, v) with padded row stride; `stored`
     dw: Tensor | None = None  # (v, h) with its first `dw_classes` rows computed; `recompute`
     dw_classes: int = 0
+
+
+def unpack(values: tuple, *types: Any) -> list:
+    """The values as one NamedTuple of each type, and the remaining values."""
+    parts, first = [], 0
+    for kind in types:
+        last = first + len(kind._fields)
+        parts.append(kind(*values[first:last]))
+        first = last
+    return [*parts, values[first:]]

@@ -22,7 +22,7 @@ from quackish.gpu import Gpu
 from quackish.ops import cuda
 from quackish.ops.device import Device, empty_on
 from quackish.ops.kernel_for import Kernel
-from quackish.ops.linear_cross_entropy import autograd
+from quackish.ops.linear_cross_entropy import autograd, operators
 from quackish.ops.linear_cross_entropy.calls import GradOutputs, Grads, Plan
 from quackish.ops.linear_cross_entropy.checks import Inputs
 from quackish.ops.linear_cross_entropy.launches import representatives
@@ -52,7 +52,7 @@ class Request(NamedTuple):
     return_lse: bool
     has_scale: bool  # logit_scale is given
     device: torch.device
-    eager: bool  # see autograd.run
+    eager: bool  # see operators.run
 
     def inputs(self) -> Inputs:
         """The Metadata of each input; None for absent ones and numbers."""
@@ -250,7 +250,7 @@ class MemoryDryRun(MemoryCounter):
         self.grad_bytes = sum(t.nbytes for t in requires_grad if dw_out is None or t is not inputs.linear_weight)
         self.limit += self.grad_bytes
         with self:
-            results = autograd.run(inputs, plan, return_lse, self.request.eager, self.kernels)[: len(grad_outputs)]
+            results = operators.run(inputs, plan, return_lse, self.request.eager, self.kernels)[: len(grad_outputs)]
             self.phase = "backward"
             # compiled code scales forward's gradients out of place
             num_bytes = self.forward_grad_bytes
@@ -271,9 +271,9 @@ class MemoryDryRun(MemoryCounter):
         return Kernel(lambda *args: None, choose(name, problem, gpu).config)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in autograd.IMPLEMENTATIONS:  # our operators: run them instead of their fake implementations
+        if func in operators.IMPLEMENTATIONS:  # our operators: run them instead of their fake implementations
             with self:
-                result = autograd.IMPLEMENTATIONS[func](*args, kernels=self.kernels, device=self.request.device)
+                result = operators.IMPLEMENTATIONS[func](*args, kernels=self.kernels, device=self.request.device)
             if self.phase == "forward" and not self.request.eager:
                 self.forward_grad_bytes = sum(grad.nbytes for grad in result[-len(Grads._fields) :] if grad is not None)
             return result

@@ -134,7 +134,7 @@ def _loop(
 
 
 def run_full_logits(inputs: Inputs, plan: Plan) -> tuple[Tensor, ...]:
-    """`autograd.run` from full logits, with operations that torch.func and forward-mode AD support."""
+    """`operators.run` from full logits, with operations that torch.func and forward-mode AD support."""
     (x, w, bias), target, weight = inputs.parameters(), inputs.target, inputs.weight
     flat_target = target.reshape(-1)
     if x.device.type == "cpu" and not torch._C._functorch.is_functorch_wrapped_tensor(target):
