@@ -19,11 +19,12 @@ class Launch(NamedTuple):
     block: tuple
     cluster: tuple
     shared_bytes: int
+    cooperative: bool
 
 
 def launch(
     text, *arguments, grid=(1, 1, 1), block=(32, 1, 1), cluster=(1, 1, 1), shared_bytes=0, gpu=H200,
-    completion="at_once", seed=0,
+    completion="at_once", seed=0, cooperative=False,
 ):  # fmt: skip
     """Runs the only entry of `text`, with ints and addresses of numpy arrays as parameters. Returns its report."""
     (entry,) = ptx.parse(text).entries.values()
@@ -36,9 +37,8 @@ def launch(
             if isinstance(argument, np.ndarray):
                 stack.enter_context(emulator.register(argument.ctypes.data, argument.nbytes))
         report = stack.enter_context(emulator.record(completion, seed))
-        emulator.run(
-            decode.decode(entry), Launch(entry.name, grid, block, cluster, shared_bytes), bytes(parameters), gpu
-        )
+        settings = Launch(entry.name, grid, block, cluster, shared_bytes, cooperative)
+        emulator.run(decode.decode(entry), settings, bytes(parameters), gpu)
     return report.launches[0]
 
 

@@ -9,6 +9,7 @@ from tests.emulator_ptx import kernel, launch
 
 REGISTERS = """
 .reg .pred %p, %first; .reg .b16 %h; .reg .b32 %tid, %rank, %base, %bar, %far, %a, %b, %c, %e; .reg .b64 %d, %at, %s;
+.reg .b32 %u<8>;
 """
 SHARED = ".shared .align 128 .b8 buffer[1024];"
 # %far is %base in the other CTA of a cluster; %p: whether this is the second CTA
@@ -22,14 +23,17 @@ xor.b32 %a, %rank, 1; mapa.shared::cluster.u32 %far, %base, %a;
 WAIT_A_LITTLE = "mov.b32 %a, 10000; LOOP: add.u32 %a, %a, -1; setp.gt.s32 %first, %a, 0; @%first bra LOOP;\n"
 
 
-def refused(message, body, block, cluster, target, gpu):
+def refused(message, body, block, cluster, target, gpu, seed=0):
     text = kernel(BEGIN + body, "x", REGISTERS, SHARED, target)
     with pytest.raises(Fault, match=message):
-        launch(text, np.zeros(64, np.uint64), grid=(cluster, 1, 1), block=(block, 1, 1),
-               cluster=(cluster, 1, 1), gpu=gpu)  # fmt: skip
+        launch(
+            text, np.zeros(64, np.uint64), grid=(cluster, 1, 1), block=(block, 1, 1), cluster=(cluster, 1, 1), gpu=gpu,
+            seed=seed,
+        )  # fmt: skip
 
 
 WGMMA = "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {{%a, %b, %c, %e}}, {}, %d, %p, {}, 1, 0, 0;"
+PENDING = "wgmma.fence.sync.aligned; mov.b64 %d, 0x40; " + WGMMA.format("%d", 1)
 STORE = "@%first st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [{}], %tid, [{}];"
 LOAD = (
     "@%first cp.async.bulk.tensor.1d.shared::cluster.global.mbarrier::complete_tx::bytes [%base], [{}, {{%a}}], [{}];"
@@ -51,10 +55,33 @@ LOAD = (
         ("not in the member mask", "@%first bar.warp.sync 2;", 32, 1),
         ("must be the same", "cvt.u64.u32 %s, %tid; mov.b64 %d, 0; " + WGMMA.format("%s", 1), 128, 1),
         ("wgmma with a scale of 2", "mov.b64 %d, 0; " + WGMMA.format("%d", 2), 128, 1),
+        (
+            "a register of a wgmma that may not be complete is accessed",
+            PENDING + "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%u0, %u1, %u2, %u3}, {%a, %b, %c, %e},"
+            " %d, %p, 1, 1, 0;", 128, 1,
+        ),
+        (
+            "a wgmma of shape m64n16 uses the accumulator of a pending one of shape m64n8",
+            PENDING + "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%a, %b, %c, %e, %u0, %u1, %u2, %u3},"
+            " %d, %d, %p, 1, 1, 0, 0;", 128, 1,
+        ),
+        (
+            "16 threads execute an instruction for whole warps",
+            "setp.lt.u32 %first, %tid, 16; @%first ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%a}, [%base];", 32, 1,
+        ),
     ],
-)
+)  # fmt: skip
 def test_hopper(message, body, block, cluster):
     refused(message, body, block, cluster, "sm_90a", H200)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_warps_that_write_the_same_memory(seed):
+    """With some seeds they execute the store together."""
+    refused(
+        "race: thread (0|32) (and warp [01] of CTA .* write|writes) ", "st.shared.b32 [%base], %tid;", 64, 1, "sm_90a",
+        H200, seed,
+    )  # fmt: skip
 
 
 ALLOCATE = "tcgen05.alloc.cta_group::{}.sync.aligned.shared::cta.b32 [%base], {}; ld.shared.b32 %c, [%base];\n"

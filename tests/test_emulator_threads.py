@@ -765,6 +765,12 @@ def test_launches_that_no_gpu_takes():
         launch(kernel(""), shared_bytes=240_000)
     with pytest.raises(Fault, match="do not divide"):
         launch(kernel(""), grid=(3, 1, 1), cluster=(2, 1, 1))
+    with pytest.raises(Fault, match="a CTA of 2048 threads"):
+        launch(kernel(""), block=(2048, 1, 1))
+    with pytest.raises(Fault, match=r"a cluster of \(32, 1, 1\) CTAs; at most 16"):
+        launch(kernel(""), grid=(32, 1, 1), cluster=(32, 1, 1))
+    with pytest.raises(Fault, match=r"a cooperative launch of \(3, 1, 1\) CTAs does not fit"):
+        launch(kernel(""), grid=(3, 1, 1), shared_bytes=100_000, gpu=ONE_SM, cooperative=True)
     with pytest.raises(Fault, match="does not fit"):
         launch(kernel(""), grid=(4, 1, 1), cluster=(4, 1, 1), shared_bytes=200_000, gpu=ONE_SM)
 
