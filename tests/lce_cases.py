@@ -137,8 +137,9 @@ on_every_path, on_portable_and_kernels, on_kernels, on_cublas = (
     pytest.mark.parametrize("path", paths, indirect=True) for paths in (PATHS, PATHS[:4], PATHS[2:4], PATHS[4:])
 )
 
-# In the emulator; Blackwell has no GEMM of ours.
+# In the emulator. Blackwell has both: cuBLAS's GEMMs by default, and ours.
 IN_EMULATOR = [*(f"kernels-{name}" for name in HOPPER), *(f"cublas-{name}" for name in BLACKWELL)]
+ON_BLACKWELL = [f"kernels-{name}" for name in BLACKWELL]
 
 
 class Path:

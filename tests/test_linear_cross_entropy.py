@@ -15,6 +15,7 @@ from quackish.ops.linear_cross_entropy import linear_cross_entropy
 from tests.lce_cases import (
     IGNORED,
     IN_EMULATOR,
+    ON_BLACKWELL,
     OPTIONS,
     PATHS,
     REDUCTIONS,
@@ -81,6 +82,13 @@ def in_emulator():
             # The quick ones run every kernel.
             quick = first and schedule == "chunked" and name == ("plain" if "cublas" in path else "bias")
             yield pytest.param(name, reduction, schedule, path, marks=() if quick else pytest.mark.exhaustive)
+    # Blackwell's GEMMs: the same launches as Hopper's, with other kernels
+    late, at_once = ON_BLACKWELL
+    for case in (
+        ("bias", "mean", "chunked", late), ("plain", "none", "stored", late), ("all", "sum", "recompute", late),
+        ("unsmoothed", "mean", "recompute", at_once),
+    ):  # fmt: skip
+        yield pytest.param(*case, marks=pytest.mark.exhaustive)
 
 
 @pytest.mark.parametrize("name, reduction, schedule, path", list(in_emulator()), indirect=["path"])
