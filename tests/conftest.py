@@ -80,12 +80,12 @@ def path(request, monkeypatch, limits, poisoned):
     On "cpu", PyTorch code replaces the kernels.
     """
     from quackish.configs import lce_cublas
-    from quackish.ops.device import device_of, substitute, why_unsupported
+    from quackish.ops.device import device_of, substitute, unverified_kernels, why_unsupported
     from quackish.ops.linear_cross_entropy import cublas
     from quackish.ops.linear_cross_entropy.launches import LceKernels
     from tests import emulated_kernels as emulated
     from tests.emulator_cases import emulated as in_emulator
-    from tests.emulator_cases import is_emulator, unverified_kernels
+    from tests.emulator_cases import is_emulator
     from tests.lce_cases import Path
 
     torch.manual_seed(0)

@@ -304,6 +304,13 @@ def test_the_command(capsys):
     assert forward[1:5] == ["3", "1", "0", str(24 * 256 * 2 * 2)]  # CTAs, per cluster, MMAs, bytes read
 
 
+@pytest.mark.exhaustive
+def test_the_command_runs_unverified_kernels_on_request(capsys):
+    for options, kernel in (("", "lce_exp"), (" --unverified", "lce_gemm")):
+        assert main(f"emulate linear_cross_entropy 70x64x300 --gpu b200{options}".split()) == 0
+        assert {kernel} == {"lce_exp", "lce_gemm"} & set(capsys.readouterr().out.split())
+
+
 def test_the_command_reports_wrong_results_and_faults(monkeypatch, capsys):
     monkeypatch.setattr("quackish.cli.emulate.bound_of", lambda name: 0.0)
     assert main("emulate rms_norm 4x256".split()) == 1

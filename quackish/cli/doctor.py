@@ -129,7 +129,10 @@ def devices() -> list[torch.device]:
 
 def has_kernels(device: torch.device, kernel: str = "rms_norm_fwd") -> bool:
     """True if this kernel should run on `device`."""
-    return device.type == "cuda" and not torch.version.hip and gpu_of(device.index).family in kernels.TABLE[kernel]
+    if device.type != "cuda" or torch.version.hip:
+        return False
+    gpu = gpu_of(device.index)
+    return gpu.family in kernels.TABLE[kernel] and (kernels.allow_unverified or not kernels.is_unverified(kernel, gpu))
 
 
 def versions(report: Report) -> dict[str, str]:
