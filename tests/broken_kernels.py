@@ -42,6 +42,8 @@ def call_of(kernel):
         results = []
         launch(lambda: results.append(2 * x))
         launch(lambda: results.append(kernel()), "other")
+        if kernel is fails_later:
+            raise ValueError("not the kernel's fault")
         return {"y": results[0] + results[1]}
 
     return call
@@ -63,6 +65,10 @@ def raises():
     raise RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with TORCH_USE_CUDA_DSA")
 
 
+def fails_later():
+    return 0.0
+
+
 def faults():
     print("about to fault", file=sys.stderr, flush=True)
     os.kill(os.getpid(), signal.SIGSEGV)
@@ -80,7 +86,7 @@ def unsupported():
     raise UnsupportedError("no kernel for this.")
 
 
-KERNELS = {one.__name__: one for one in (right, wrong, drifts, raises, faults, exits, hangs, unsupported)}
+KERNELS = {one.__name__: one for one in (right, wrong, drifts, raises, fails_later, faults, exits, hangs, unsupported)}
 
 
 def unverified(args, backend):

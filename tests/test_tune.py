@@ -270,12 +270,15 @@ def test_cases_of_grouped_mlp_have_the_operands_of_their_problem(words):
             assert t is None or 0.1 < t.double().square().mean().sqrt() < 40, problem
 
 
-def test_unverified_gemms_are_tuned_on_request():
+@pytest.mark.parametrize("words", [LCE + "chunked", "grouped_mlp 700x64x192x5 --scales"])
+def test_unverified_gemms_are_tuned_on_request(words):
     with unverified_kernels(), substitute("cpu", Device(B200, idle_kernels.device()[0].kernel_for)):
-        for kernel, problem, sizes in plan(LCE + "chunked --unverified", B200):
+        for kernel, problem, sizes in plan(f"{words} --unverified", B200):
             tried = candidates(kernel, problem, B200, max_others=100)
             assert {one.ctas for one in tried} == {1, 2}
-            assert {one.tile_n for one in tried} == ({256} if problem.epilogue == "softmax" else {128, 256})
+            is_wide = problem.epilogue not in ("rows", "store")
+            assert {one.tile_n for one in tried} == ({256} if is_wide else {128, 256})
+            assert all(RULES[kernel]["sm_100"].why_illegal(problem, one, B200) is None for one in tried)
             cases.prepare(kernel, problem, {name: min(size, 700) for name, size in sizes[0].items()}, CPU)(tried[-1])
 
 

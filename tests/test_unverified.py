@@ -126,12 +126,6 @@ def grouped_mlp(backend="auto"):
     return quackish.grouped_mlp(x, w1, w2, torch.tensor([3, 8]).int(), backend=backend)
 
 
-needs_grouped_gemm = pytest.mark.skipif(
-    "sm_100" not in kernels.TABLE["grouped_gemm"], reason="Blackwell has no grouped GEMM of ours yet"
-)
-
-
-@needs_grouped_gemm
 def test_cute_raises_without_it_where_only_ours_exists():
     with pytest.raises(UnsupportedError, match=r"grouped_mlp: no kernel that a B200 .*use_unverified"):
         launched(B200, lambda: grouped_mlp("cute"))
@@ -158,8 +152,7 @@ def test_one_warning_per_process(warned):
     for gpu in (B200, B300):
         for _ in range(2):
             launched(gpu, step, **REAL)
-    if "sm_100" in kernels.TABLE["grouped_gemm"]:
-        launched(B200, grouped_mlp)
+    launched(B200, grouped_mlp)
     (one,) = warned
     assert one.category is PortablePathWarning
     assert str(one.message) == kernels.WHY_UNVERIFIED

@@ -77,7 +77,7 @@ def run(check: Check, device: torch.device, send: Send) -> Record:
             runs = [case.call(args, "cute") for _ in range(1 if case.only_timed else 2)]
         except UnsupportedError as why:
             return {"result": "no kernel", "message": str(why)}
-    record = {"result": "ok"} if truth is None else compared(truth, *runs)
+    record: Record = {"result": "ok"} if truth is None else compared(truth, *runs)
     del runs
     if record["result"] == "ok":
         send(("step", "timing"))

@@ -67,7 +67,7 @@ def run(check: Check, device: str, time_limit: float = TIME_LIMIT, context: Any 
                 step, last = event[1], ""
             elif event[0] == "launch":
                 last = event[1]
-                step = " ".join(event[1:])
+                step = f"in {' '.join(event[1:])}"
                 launched[last] = None
             else:
                 record = event[1]
@@ -75,14 +75,14 @@ def run(check: Check, device: str, time_limit: float = TIME_LIMIT, context: Any 
         if record["result"] in ("died", "hung"):
             record["message"] += f" {log.read_text(errors='replace')[-500:]}".rstrip()
     is_over = record["result"] in ("ok", "wrong", "no kernel")
-    during = "" if is_over or not step else f"during {step}: "
+    where = "" if is_over or not step else f"{step}: "
     return {
         "call": check.name,
         "unverified": check.unverified,
         "launches": [],
         "results": {},
         **record,
-        "message": during + record.get("message", ""),
+        "message": where + record.get("message", ""),
         "launched": list(launched),
         "culprit": None if is_over else last or None,
         "seconds": round(time.perf_counter() - started, 1),
@@ -131,9 +131,9 @@ def per_kernel(records: Iterable[Record], gpu: Gpu) -> list[Record]:
         results = [
             one | {"of": f"{name} of {record['call']}"} for record in ended for name, one in record["results"].items()
         ]
-        worst = max(results, key=lambda one: one["error"] / one["bound"], default={})
+        worst: Record = max(results, key=lambda one: one["error"] / one["bound"], default={})
         launches = [one for record in records for one in record["launches"] if one["kernel"] == kernel and one["us"]]
-        longest = max(launches, key=lambda one: one["us"], default={})
+        longest: Record = max(launches, key=lambda one: one["us"], default={})
         rows.append(
             {
                 "kernel": kernel,
@@ -152,9 +152,8 @@ def summary(row: Record) -> str:
     """A row of `per_kernel` in one line."""
     parts = [row["result"] + ", which no such GPU had run" * row["unverified"]]
     if row["error"] is not None:
-        parts.append(
-            f"{row['calls']} call{'s' * (row['calls'] > 1)}, error at most {row['error'] / row['bound']:.2f} of its bound"
-        )
+        calls = f"{row['calls']} call{'s' * (row['calls'] > 1)}"
+        parts.append(f"{calls}, error at most {row['error'] / row['bound']:.2f} of its bound")
     if row["us"] is not None:
         parts.append(f"{row['us']:.1f} us" + (f", cuBLAS {row['cublas_us']:.1f} us" if row["cublas_us"] else ""))
     return "; ".join(filter(None, [*parts, row["why"]]))
