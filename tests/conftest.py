@@ -80,12 +80,12 @@ def path(request, monkeypatch, limits, poisoned):
     On "cpu", PyTorch code replaces the kernels.
     """
     from quackish.configs import lce_cublas
-    from quackish.ops.device import device_of, substitute, why_unsupported
+    from quackish.ops.device import device_of, substitute, unverified_kernels, why_unsupported
     from quackish.ops.linear_cross_entropy import cublas
     from quackish.ops.linear_cross_entropy.launches import LceKernels
     from tests import emulated_kernels as emulated
     from tests.emulator_cases import emulated as in_emulator
-    from tests.emulator_cases import is_emulator, unverified_kernels
+    from tests.emulator_cases import is_emulator
     from tests.lce_cases import Path
 
     torch.manual_seed(0)
@@ -189,9 +189,9 @@ def norm_anywhere(request):
 def where(request, poisoned):
     """Makes grouped_mlp use the path that a test's `on_every_path` names, or run its kernel in the emulator."""
     from quackish.gpu import H200
-    from quackish.ops.device import Device, substitute, why_unsupported
+    from quackish.ops.device import Device, substitute, unverified_kernels, why_unsupported
     from tests import emulated_kernels
-    from tests.emulator_cases import emulated, is_emulator, unverified_kernels
+    from tests.emulator_cases import emulated, is_emulator
     from tests.grouped_mlp_cases import BF16, FEW, FP16, FP64, Where
 
     kind, device = request.param.split("-")

@@ -5,7 +5,6 @@ A name such as "h200/late/0" has the GPU, the completion and the seed. The GPUs 
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
 
 import quackish
 from quackish.gpu import NAMED, Gpu
@@ -29,13 +28,3 @@ def is_emulator(name: str) -> bool:
 def emulated(name: str, sm_count: int = 4) -> contextlib.AbstractContextManager:
     gpu, completion, seed = name.split("/")
     return quackish.emulate(small(NAMED[gpu], sm_count), completion, int(seed))
-
-
-@contextlib.contextmanager
-def unverified_kernels(enabled: bool = True) -> Iterator[None]:
-    """Inside the block, kernels run that no GPU has run yet: Blackwell's GEMMs."""
-    quackish.use_unverified_kernels(enabled)
-    try:
-        yield
-    finally:
-        quackish.use_unverified_kernels(False)

@@ -8,17 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from quackish import kernels, toolchain, variables
+from quackish import toolchain, variables
 from quackish.__main__ import main
 from quackish.bench.torch_kernel import Status
-from quackish.cli import check, doctor
+from quackish.cli import doctor
 from quackish.cli.doctor import KERNELS, PORTABLE, Report
 from quackish.cli.parser import CommandError
-from quackish.configs.grouped_gemm import CONFIGS
 from quackish.errors import UnsupportedError
-from quackish.gpu import B200, H200
-from quackish.ops.device import Device, substitute
-from quackish.ops.kernel_for import Kernel, request_for
 
 
 @pytest.fixture(autouse=True)
@@ -52,71 +48,6 @@ def test_a_healthy_installation(capsys):
     for name in ("rms_norm", "linear_cross_entropy", "grouped_mlp", "moe_mlp"):
         assert f"\n  {name} on " in out
     assert "WRONG" not in out
-
-
-@pytest.mark.gpu
-def test_check_on_a_gpu():
-    report = doctor.examine(doctor.SECTIONS | doctor.CHECKS)
-    assert report["problems"] == []
-    assert report["gpus"]["cuda:0"].startswith(torch.cuda.get_device_name(0))
-    rows, family = report["operations"], torch.cuda.get_device_capability(0)[0]
-    assert not any(name.endswith("cpu") for name in rows)
-    assert all(": ok; " in row for row in rows.values())
-    if family in (9, 10):
-        needs_hopper = ("grouped_mlp", "moe_mlp")
-        with_kernels = [row for name, row in rows.items() if family == 9 or not name.startswith(needs_hopper)]
-        assert all(row.startswith(KERNELS) for row in with_kernels)
-        assert all("us" in row and "0 GB/s, 0.0" not in row for row in report["speed"].values())
-
-
-@pytest.mark.parametrize("gpu", [H200, B200], ids=lambda gpu: gpu.name)
-def test_check_runs_every_kernel_of_linear_cross_entropy(gpu):
-    launched = set()
-
-    def kernel_for(name, problem, gpu):
-        launched.add(name)
-        return Kernel(lambda *args: None, request_for(name, problem, gpu).config)
-
-    with substitute("cpu", Device(gpu, kernel_for)):
-        for name, case in check.SELF_TESTS.items():
-            if name.startswith("linear_cross_entropy"):
-                case.call(case.make(torch.device("cpu")), "cute")
-    others = {"lce_exp", "lce_rescale", "lce_clear"} if gpu is H200 else {"lce_gemm"}  # with cuBLAS GEMMs, or ours
-    assert launched == {name for name in kernels.TABLE if name.startswith("lce")} - others
-
-
-def test_check_runs_every_variant_of_grouped_mlp():
-    launched = []
-
-    def kernel_for(name, problem, gpu):
-        if name == "grouped_gemm":
-            launched.append(problem)
-        return Kernel(lambda *args: None, request_for(name, problem, gpu).config)
-
-    with substitute("cpu", Device(H200, kernel_for)):
-        for case in check.SELF_TESTS.values():
-            if case.kernel == "grouped_gemm":
-                case.call(case.make(torch.device("cpu")), "cute")
-    of = {field: {getattr(problem, field) for problem in launched} for field in vars(launched[0])}
-    assert of["epilogue"] == {"up", "down", "down_backward", "store"}
-    assert of["b_major"] == {"k", "n"}
-    flags = ("b_in_two", "biased", "scaled", "keeps", "accumulate", "gated")
-    assert all(len({getattr(problem, flag) for problem in launched}) == 2 for flag in flags)
-    assert of["cluster_tile"] == set(CONFIGS)
-
-
-@pytest.mark.exhaustive
-def test_check_writes_a_file(tmp_path, capsys):
-    assert main(["doctor", "--json", "--check", str(tmp_path / "check.json")]) == 0
-    out, err = capsys.readouterr()
-    assert "written to" in err
-    report = json.loads((tmp_path / "check.json").read_text())
-    assert report == json.loads(out)
-    assert report["versions"]["torch"].startswith(torch.__version__)
-    rows = report["operations"]
-    assert len(rows) == len(check.SELF_TESTS)
-    assert all(": ok; errors" in row for row in rows.values())
-    assert report["problems"] == []
 
 
 def test_a_file_that_cannot_be_written(tmp_path):

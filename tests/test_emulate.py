@@ -164,7 +164,10 @@ def test_gpus_by_name_and_with_fewer_sms():
             rms_norm(300)
         grids[gpu] = report.launches[1].grid
     assert grids["H200"] == grids[H200] > grids[SMALL]
-    with quackish.emulate("b300") as report, pytest.raises(UnsupportedError, match="grouped_mlp: no kernel for sm_103"):
+    with (
+        quackish.emulate("b300") as report,
+        pytest.raises(UnsupportedError, match=r"grouped_mlp: no kernel that a B300"),
+    ):
         grouped_mlp()
     with quackish.emulate("a100"), pytest.raises(UnsupportedError, match=r"rms_norm: no kernel for sm_80 \(A100\)"):
         rms_norm()
@@ -304,6 +307,13 @@ def test_the_command(capsys):
     assert forward[1:5] == ["3", "1", "0", str(24 * 256 * 2 * 2)]  # CTAs, per cluster, MMAs, bytes read
 
 
+@pytest.mark.exhaustive
+def test_the_command_runs_unverified_kernels_on_request(capsys):
+    for options, kernel in (("", "lce_exp"), (" --unverified", "lce_gemm")):
+        assert main(f"emulate linear_cross_entropy 70x64x300 --gpu b200{options}".split()) == 0
+        assert {kernel} == {"lce_exp", "lce_gemm"} & set(capsys.readouterr().out.split())
+
+
 def test_the_command_reports_wrong_results_and_faults(monkeypatch, capsys):
     monkeypatch.setattr("quackish.cli.emulate.bound_of", lambda name: 0.0)
     assert main("emulate rms_norm 4x256".split()) == 1
@@ -323,7 +333,7 @@ def test_the_command_reports_wrong_results_and_faults(monkeypatch, capsys):
         ("rms_norm 4x256 --gpu a100", "rms_norm: no kernel for sm_80"),
         ("rms_norm 4x256 --gpu h2000", "expected one of"),
         ("rms_norm 4x256 --completion soon", "'soon' is unknown; expected one of late, at_once"),
-        ("grouped_mlp 64x64x64x2 --gpu b200", "no kernel for sm_100"),
+        ("grouped_mlp 64x64x64x2 --gpu b200", "no kernel that a B200 (sm_100) has run"),
     ],
 )
 def test_the_command_refuses(words, text, capsys):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import quackish
+from quackish import kernels
 from quackish.__main__ import main
 from quackish.cli import dry_run, operations
 from quackish.cli import explain as command
@@ -107,6 +108,32 @@ def test_options_of_rms_norm(options, forward, backward):
         assert words in describe(step.problem, {}), step.phase
 
 
+# Blackwell's own GEMMs ------------------------------------------------------------------------------------------------
+
+
+def test_unverified_gemms_are_shown_on_request():
+    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+    compiled = []
+    hidden = output(HEADLINE + " --gpu b200", compiled)
+    hint = "quackish has a GEMM for B200, lce_gemm, that no such GPU has run: --unverified shows its launches."
+    assert hint in hidden.splitlines()
+    assert "torch.mm" in hidden
+    assert "lce_gemm" not in {name for name, *_ in compiled}
+    compiled.clear()
+    shown = output(HEADLINE + " --gpu b200 --unverified", compiled)
+    assert hint not in shown
+    assert "torch.mm" not in shown
+    gemms = [(problem, config) for name, problem, config, target in compiled if name == "GemmSm100"]
+    assert {problem.epilogue for problem, _ in gemms} == {"softmax", "rows", "store"}
+    assert all(config == choose("lce_gemm", problem, B200).config for problem, config in gemms)
+    rows = [line.split() for line in shown.splitlines() if line.startswith(("forward", "backward"))]
+    us = {row[3]: row[-3] for row in rows if row[2] == "lce_gemm" and row[-2:] == ["tensor", "cores"]}
+    assert us["m=8192"] == f"{2 * 8192 * 4096 * 128_256 / 2250e12 * 1e6:.1f}"
+    assert "tile_n=256 ctas=2" in shown
+    assert kernels.allow_unverified is False
+    assert hint not in output(HEADLINE + " --gpu h200", [])
+
+
 # The portable path ---------------------------------------------------------------------------------------------------
 
 
@@ -117,7 +144,6 @@ def test_options_of_rms_norm(options, forward, backward):
         ("rms_norm_forward 64x64 --gpu cpu", "rms_norm_forward: no kernel for cpu tensors. "),
         ("rms_norm 4x12 --dtype fp64 --gpu h200", "rms_norm: no kernel for x in float64; supported: bfloat16, float16"),
         ("linear_cross_entropy 8x64x9 --dtype fp32 --gpu h200", "no kernel for torch.float32; supported: torch.b"),
-        ("grouped_mlp 8x64x32x4 --gpu b200", "grouped_mlp: no kernel for sm_100 (B200); supported: sm_90. "),
         ("grouped_mlp 8x64x32x4 --dtype fp32 --gpu h200", "grouped_mlp: no kernel for torch.float32; supported: "),
         ("grouped_mlp 8x64x12x4 --gpu h200", "grouped_mlp: no kernel for matrices with 64 and 12 columns; expected "),
         ("linear_cross_entropy 8x12x9 --gpu h200", "linear_weight with 12 columns; supported: multiples of 8. "),

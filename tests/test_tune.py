@@ -20,7 +20,7 @@ from quackish.configs.grouped_gemm import GroupedGemmProblem
 from quackish.configs.rms_norm import RmsNormBwdConfig, RmsNormBwdProblem, RmsNormFwdConfig, RmsNormFwdProblem
 from quackish.gpu import A100, B200, H200, gpu_of
 from quackish.launch import Resources
-from quackish.ops.device import Device, substitute
+from quackish.ops.device import Device, substitute, unverified_kernels
 from quackish.testing.timing import Times
 from quackish.tune import cases, search
 from quackish.tune.candidates import candidates
@@ -270,6 +270,18 @@ def test_cases_of_grouped_mlp_have_the_operands_of_their_problem(words):
             assert t is None or 0.1 < t.double().square().mean().sqrt() < 40, problem
 
 
+@pytest.mark.parametrize("words", [LCE + "chunked", "grouped_mlp 700x64x192x5 --scales"])
+def test_unverified_gemms_are_tuned_on_request(words):
+    with unverified_kernels(), substitute("cpu", Device(B200, idle_kernels.device()[0].kernel_for)):
+        for kernel, problem, sizes in plan(f"{words} --unverified", B200):
+            tried = candidates(kernel, problem, B200, max_others=100)
+            assert {one.ctas for one in tried} == {1, 2}
+            is_wide = problem.epilogue not in ("rows", "store")
+            assert {one.tile_n for one in tried} == ({256} if is_wide else {128, 256})
+            assert all(RULES[kernel]["sm_100"].why_illegal(problem, one, B200) is None for one in tried)
+            cases.prepare(kernel, problem, {name: min(size, 700) for name, size in sizes[0].items()}, CPU)(tried[-1])
+
+
 def test_a_problem_is_tuned_once_over_its_shapes():
     found = plan("rms_norm_backward 4096x1024,128x1024 4096x1024 512x2048", B200)
     assert [(problem.n, sizes) for _, problem, sizes in found] == [
@@ -290,7 +302,7 @@ def test_a_problem_is_tuned_once_over_its_shapes():
         ("rms_norm_forward", H200, "the following arguments are required: SHAPE"),
         ("rms_norm_forward 8x8", A100, "there is nothing to tune: rms_norm: no kernel for sm_80"),
         ("rms_norm_forward 8x999999", H200, "there is nothing to tune: rms_norm: no kernel"),
-        ("linear_cross_entropy 64x64x64", B200, "linear_cross_entropy has no quackish GEMM on B200"),
+        ("linear_cross_entropy 64x64x64", B200, "linear_cross_entropy runs no quackish GEMM on B200; --unverified"),
     ],
 )
 def test_invalid_arguments(words, gpu, text):

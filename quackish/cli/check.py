@@ -1,4 +1,4 @@
-"""Self-tests of `doctor` and `doctor --check`: calls that launch every kernel, and timed calls."""
+"""The calls of `doctor` and `doctor --check`: small ones that launch every kernel, and large ones to time."""
 
 import functools
 from collections.abc import Callable
@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quackish import profile
 from quackish.operations import GROUPED_MLP, LINEAR_CROSS_ENTROPY, MOE_MLP, OPERATIONS, RMS_NORM
 from quackish.operations.table import Args, Operation
 from quackish.types import Backend
@@ -30,10 +29,13 @@ class Case(NamedTuple):
     make: Callable[[torch.device], Args]  # the arguments
     call: Callable[[Args, Backend], dict[str, Tensor]]  # (arguments, backend) -> results and gradients
     kernel: str  # a GPU without this kernel runs the portable path
+    gemm: str | None = None  # the kernel of its GEMMs
+    timed: bool = False  # large: its GEMMs are timed beside cuBLAS's, and truth is computed on the GPU
+    only_timed: bool = False  # too large for truth
 
 
 def _case(op: Operation, *shape: int, dtype: torch.dtype = BF16, **options: Any) -> Case:
-    return Case(lambda device: op.arguments(shape, dtype, device, options), op.call, op.kernel)
+    return Case(lambda device: op.arguments(shape, dtype, device, options), op.call, op.kernel, op.gemm)
 
 
 _rms_norm, _lce, _grouped_mlp, _moe_mlp = (
@@ -72,28 +74,16 @@ SELF_TESTS: dict[str, Case] = {op.name: _case(op, *op.small) for op in OPERATION
     "grouped_mlp, deep": _grouped_mlp(300, 512, 4096, 5, scales=True, activation="relu2"),
     "moe_mlp": _moe_mlp(300, 256, 192, 8, 2),
 }
-TIMED: dict[str, Case] = {
+# They need 40 GB of memory. The losses have the GEMMs of "chunked", and with "recompute" all epilogues.
+_LARGE = {
     "rms_norm 16384x4096": _rms_norm(16_384, 4096),
     "linear_cross_entropy 4096x2048x32000": _lce(4096, 2048, 32_000),
+    "linear_cross_entropy 4096x2048x32000, recompute": _lce(4096, 2048, 32_000, schedule="recompute"),
+    "linear_cross_entropy 8192x4096x128256": _lce(8192, 4096, 128_256)._replace(only_timed=True),
+    "grouped_mlp 32768x2048x768x32": _grouped_mlp(32_768, 2048, 768, 32, scales=True),
 }
+TIMED: dict[str, Case] = {name: case._replace(timed=True) for name, case in _LARGE.items()}
 
 
-def speeds(devices: list[torch.device]) -> dict[str, str]:
-    """Mean time and speed of each launch of the timed calls, on these GPUs."""
-    rows: dict[str, str] = {}
-    for device in devices:
-        for name, case in TIMED.items():
-            args = case.make(device)
-            for _ in range(3):
-                case.call(args, "cute")
-            with profile() as p:
-                for _ in range(10):
-                    case.call(args, "cute")
-            rows |= {f"{name} on {device}, {row['kernel']} {row['problem']}": speed_of(row) for row in p.rows()}
-    return rows
-
-
-def speed_of(row: dict[str, Any]) -> str:
-    """Time and known speeds of one row of a profile."""
-    units = {"mean_us": "{:.1f} us", "gb_per_s": "{:.0f} GB/s", "tflop_per_s": "{:.1f} TFLOP/s"}
-    return ", ".join(form.format(row[name]) for name, form in units.items() if row[name] is not None)
+def load(name: str) -> Case:
+    return (SELF_TESTS | TIMED)[name]

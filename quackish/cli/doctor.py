@@ -6,10 +6,13 @@
 
 The exit status is 1 if there are problems, each with a suggestion. Forward and backward of each operation are compared
 with the reference in fp64, and with the bits of a second run. This takes a second, longer if kernels must be compiled.
+
+--check runs calls that launch every kernel of this GPU, also those that no such GPU has run, each in a process of its
+own with a time limit: a kernel that hangs or faults loses only its own results. They are compared with fp64 and timed,
+GEMMs beside cuBLAS's. This takes some minutes and 40 GB of the GPU's memory.
 """
 
 import argparse
-import functools
 import itertools
 import json
 import os
@@ -27,14 +30,17 @@ from torch import Tensor
 from quackish import kernels, toolchain, variables
 from quackish._version import __version__
 from quackish.bench import torch_kernel
-from quackish.bench.environment import PEERS, driver_version, version
+from quackish.bench.environment import PEERS, device_to_measure, driver_version, version
+from quackish.bench.environment import environment as measured_on
 from quackish.cli import check
 from quackish.cli.check import Case
+from quackish.cli.check_call import Check
+from quackish.cli.check_processes import checks, per_kernel, run_all, summary
 from quackish.cli.parser import CommandError
 from quackish.configs import table
 from quackish.errors import UnsupportedError
 from quackish.files import why_no_output
-from quackish.gpu import gpu_of
+from quackish.gpu import Gpu, gpu_of
 from quackish.launch import cache, objects, upkeep
 from quackish.operations.table import Args, in_fp64
 from quackish.testing.errors import error, same_bits
@@ -68,12 +74,14 @@ class Report(dict):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, for a bug report")
     default = Path("quackish-check.json")
-    check_help = "also test every kernel and time the large ones; writes the report to FILE, to attach to an issue; "
+    check_help = "also test and time every kernel; writes the report to FILE, to attach to an issue; "
     check_help += f"default {default}"
     parser.add_argument("--check", nargs="?", type=Path, const=default, metavar="FILE", help=check_help)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.check and not torch.cuda.is_available():
+        raise CommandError("there is no GPU here to check; `python -m quackish emulate` runs kernels on a CPU")
     report = examine(SECTIONS | CHECKS if args.check else SECTIONS)
     print(json.dumps(report, indent=1) if args.json else text(report))
     if args.check:
@@ -106,7 +114,7 @@ def examine(sections: Mapping[str, Callable[[Report], Any]]) -> Report:
 def text(report: Report) -> str:
     lines = []
     for title, section in report.items():
-        if section and title not in ("notes", "problems"):
+        if section and title not in ("notes", "problems", "check"):
             width = max(map(len, section))
             rows = [f"  {name:{width}}  {value}" for name, value in section.items() if value not in (None, "")]
             lines += [title.capitalize(), *rows, ""]
@@ -129,7 +137,10 @@ def devices() -> list[torch.device]:
 
 def has_kernels(device: torch.device, kernel: str = "rms_norm_fwd") -> bool:
     """True if this kernel should run on `device`."""
-    return device.type == "cuda" and not torch.version.hip and gpu_of(device.index).family in kernels.TABLE[kernel]
+    if device.type != "cuda" or torch.version.hip:
+        return False
+    gpu = gpu_of(device.index)
+    return gpu.family in kernels.TABLE[kernel] and (kernels.allow_unverified or not kernels.is_unverified(kernel, gpu))
 
 
 def versions(report: Report) -> dict[str, str]:
@@ -350,8 +361,24 @@ SECTIONS: dict[str, Callable[[Report], Any]] = {
     "cache": cache_health,
     "environment": environment,
 }
-# With --check: replaces "operations" and adds "speed".
-CHECKS: dict[str, Callable[[Report], Any]] = {
-    "operations": functools.partial(operations, cases=check.SELF_TESTS),
-    "speed": lambda report: check.speeds(list(filter(has_kernels, devices()))),
-}
+
+
+def check_kernels(
+    report: Report, todo: Sequence[Check] | None = None, device: torch.device | None = None, gpu: Gpu | None = None,
+    **options: Any,
+) -> dict[str, str]:  # fmt: skip
+    """Runs checks (default: all of the current GPU). The file gets their records, the report a line per kernel."""
+    device = device or device_to_measure()
+    gpu = gpu or gpu_of(device.index)
+    records = run_all(checks(gpu) if todo is None else todo, str(device), **options)
+    rows = per_kernel(records, gpu)
+    report["check"] = {"environment": measured_on(device), "kernels": rows, "calls": records}
+    for record in records:
+        if record["result"] != "ok":
+            what = f"{record['call']}{', unverified kernels' * record['unverified']}: {record['result']}"
+            report.problem(f"{what}: {record['message']}", _REPORT.replace("doctor --json", "doctor --check"))
+    return {row["kernel"]: summary(row) for row in rows}
+
+
+# With --check.
+CHECKS: dict[str, Callable[[Report], Any]] = {"kernels": check_kernels}

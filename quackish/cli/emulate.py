@@ -2,6 +2,7 @@
 
     python -m quackish emulate rms_norm 64x256 --gpu b200
     python -m quackish emulate linear_cross_entropy 70x64x300 --schedule recompute --seed 3
+    python -m quackish emulate linear_cross_entropy 70x64x300 --gpu b200 --unverified
 
 Runs forward and backward, compares the results with the reference in fp64, and counts for each launch: matrix
 instructions (MMAs), bytes read from and written to global memory, phases of barriers, bytes of shared memory and
@@ -28,6 +29,7 @@ from quackish.gpu import NAMED
 from quackish.operations import OPERATIONS
 from quackish.operations.argument_types import one_of
 from quackish.operations.table import in_fp64
+from quackish.ops.device import unverified_kernels
 from quackish.profiling import table_of, text_table
 from quackish.testing.errors import error
 
@@ -54,7 +56,10 @@ def run(args: argparse.Namespace) -> int:
     except ImportError as why:
         raise CommandError(str(why)) from None
     try:
-        with quackish.emulate(args.gpu, args.completion, args.seed) as report:
+        with (
+            unverified_kernels(args.unverified),
+            quackish.emulate(args.gpu, args.completion, args.seed) as report,
+        ):
             results = op.call(call_args, "auto")
     except (UnsupportedError, ToolMissing) as why:
         raise CommandError(str(why)) from None

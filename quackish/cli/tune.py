@@ -31,6 +31,7 @@ from quackish.configs.choose import name_of
 from quackish.errors import UnsupportedError
 from quackish.files import why_no_output
 from quackish.gpu import Gpu, gpu_of
+from quackish.ops.device import unverified_kernels
 from quackish.profiling import text_table
 from quackish.tune import cases, search
 from quackish.tune.candidates import SPACES, candidates
@@ -65,7 +66,8 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(str(error)) from None
     device = torch.device("cuda", torch.cuda.current_device())
     gpu = gpu_of(device.index)
-    return tune(plan(args, gpu), gpu, args.candidates, device)
+    with unverified_kernels(args.unverified):
+        return tune(plan(args, gpu), gpu, args.candidates, device)
 
 
 def plan(args: argparse.Namespace, gpu: Gpu) -> list[Problem]:
@@ -90,7 +92,8 @@ def plan(args: argparse.Namespace, gpu: Gpu) -> list[Problem]:
                 problem.sizes.append(sizes)
                 problem.sizes.sort(key=problem.cost)
     if not problems:
-        raise CommandError(f"there is nothing to tune: {args.op} has no quackish GEMM on {gpu.name}")
+        hint = "; --unverified tunes one that no such GPU has run" * operations.hides_gemm(args, gpu)
+        raise CommandError(f"there is nothing to tune: {args.op} runs no quackish GEMM on {gpu.name}{hint}")
     return list(problems.values())
 
 

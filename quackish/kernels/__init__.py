@@ -41,9 +41,24 @@ TABLE = {  # kernel -> GPU family -> module:class
 
 
 # (kernel, GPU family) that no such GPU has run, where a call has another way: cuBLAS or the portable path. They are
-# used if `allow_unverified`, which `quackish.use_unverified_kernels` sets.
+# used if `allow_unverified`, which `quackish.use_unverified_kernels` sets. A commit that removes an entry adds the
+# quackish-check.json of such a GPU, which `python -m quackish doctor --check` writes: see docs/blackwell.md.
 UNVERIFIED = {(kernel, family) for kernel in ("lce_gemm", "grouped_gemm") for family in ("sm_100", "sm_103")}
+WHY_UNVERIFIED = (
+    "quackish's GEMMs for Blackwell have run in the emulator only, so linear_cross_entropy uses cuBLAS's GEMMs, and "
+    "grouped_mlp, grouped_mm and moe_mlp run the portable path. `python -m quackish doctor --check` tests them on this "
+    "GPU; quackish.use_unverified_kernels(True) allows them."
+)
 allow_unverified = False
+
+
+def is_unverified(name: str, gpu: Gpu) -> bool:
+    """Whether the table has kernel `name` for this GPU, but no such GPU has run it."""
+    return gpu.family in TABLE[name] and (name, gpu.family) in UNVERIFIED
+
+
+def has_unverified(gpu: Gpu) -> bool:
+    return any(is_unverified(name, gpu) for name in TABLE)
 
 
 class KernelClass:
@@ -75,10 +90,7 @@ def find(name: str, gpu: Gpu, unverified: bool | None = None) -> KernelClass:
             f"{op}: no kernel for {gpu.family} ({gpu.name}); supported: {supported}. "
             'backend="auto" runs the portable path.'
         )
-    if (name, gpu.family) in UNVERIFIED and not (allow_unverified if unverified is None else unverified):
-        raise UnsupportedError(
-            f"{op}: its kernel for {gpu.family} ({gpu.name}) has run in the emulator only; "
-            "quackish.use_unverified_kernels(True) allows it."
-        )
+    if is_unverified(name, gpu) and not (allow_unverified if unverified is None else unverified):
+        raise UnsupportedError(f"{op}: no kernel that a {gpu.name} ({gpu.family}) has run. {WHY_UNVERIFIED}")
     module, _, cls = paths[gpu.family].partition(":")
     return _class(f"{__name__}.{module}", cls)

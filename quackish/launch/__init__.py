@@ -8,7 +8,7 @@ on the device of the tensor arguments, and at least one argument must be a tenso
 """
 
 from quackish.launch.compile import Counters, Request, counters, get, observe
-from quackish.launch.cubin import Resources, resources
+from quackish.launch.cubin import Resources, disassemble, resources
 from quackish.launch.parallel import prepare
 
-__all__ = ["Counters", "Request", "Resources", "counters", "get", "observe", "prepare", "resources"]
+__all__ = ["Counters", "Request", "Resources", "counters", "disassemble", "get", "observe", "prepare", "resources"]

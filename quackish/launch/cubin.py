@@ -1,4 +1,4 @@
-"""Resource usage of a compiled kernel, read from its cubin."""
+"""Resource usage and instructions of a compiled kernel, read from its cubin."""
 
 import dataclasses
 import importlib.util
@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from quackish.launch.compile import compile_kernel, lock
 
@@ -31,9 +31,22 @@ class Resources:
     threads: int | None  # per CTA; None if not fixed at compile time
 
 
+class Instruction(NamedTuple):
+    address: int
+    text: str  # such as "@P0 BRA 0x1d0"
+
+
 def resources(kernel_class: Any, problem: Any, config: Any, target: str) -> Resources:
+    """The first result of `disassemble`."""
+    return disassemble(kernel_class, problem, config, target)[0]
+
+
+def disassemble(
+    kernel_class: Any, problem: Any, config: Any, target: str
+) -> tuple[Resources, list[Instruction]]:  # fmt: skip
     """Compiles, without cache or GPU, and reads the result with cuobjdump, from the CUDA toolkit or Triton.
 
+    The instructions are those of all kernels of the class, one kernel after the other.
     Raises FileNotFoundError without cuobjdump, RuntimeError if compilation fails.
     """
     tool = _cuobjdump()
@@ -44,19 +57,22 @@ def resources(kernel_class: Any, problem: Any, config: Any, target: str) -> Reso
         path = Path(folder, "read.cubin")
         path.write_bytes(compiled.__cubin__)
         done = subprocess.run([tool, "--dump-resource-usage", "--dump-sass", path], capture_output=True, text=True)
-    usage = [dict(re.findall(r"(\w+):(\d+)", line)) for line in re.findall(r"^ *REG:.*", done.stdout, re.MULTILINE)]
+    text = done.stdout
+    usage = [dict(re.findall(r"(\w+):(\d+)", line)) for line in re.findall(r"^ *REG:.*", text, re.MULTILINE)]
     if done.returncode != 0 or not usage:
-        raise RuntimeError(f"{tool} cannot read the cubin of {kernel_class.__qualname__}: {done.stderr or done.stdout}")
+        raise RuntimeError(f"{tool} cannot read the cubin of {kernel_class.__qualname__}: {done.stderr or text}")
     threads = [math.prod(map(int, sizes.split(","))) for sizes in re.findall(r"\.reqntid ([\d, ]+)", compiled.__ptx__)]
     static_smem = max(int(kernel["SHARED"]) for kernel in usage)
-    return Resources(
+    used = Resources(
         registers=max(int(kernel["REG"]) for kernel in usage),
         stack_bytes=max(int(kernel["STACK"]) for kernel in usage),
-        local_loads=len(re.findall(r"\bLDL\b", done.stdout)),
-        local_stores=len(re.findall(r"\bSTL\b", done.stdout)),
+        local_loads=len(re.findall(r"\bLDL\b", text)),
+        local_stores=len(re.findall(r"\bSTL\b", text)),
         smem_bytes=max(0, static_smem - _SYSTEM_SMEM_BYTES) + _dynamic_smem_bytes(str(compiled.ir_module)),
         threads=max(threads) if len(threads) == len(usage) else None,
     )
+    code = re.findall(r"^ */\*([0-9a-f]{4,})\*/ +(.*?) *;", text, re.MULTILINE)
+    return used, [Instruction(int(address, 16), instruction) for address, instruction in code]
 
 
 def _dynamic_smem_bytes(module: str) -> int:

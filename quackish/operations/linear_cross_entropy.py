@@ -28,6 +28,7 @@ LINEAR_CROSS_ENTROPY = Operation(
     results=("loss", "lse"),
     leaves=("input", "linear_weight", "linear_bias"),
     kernel="lce_rows",
+    gemm="lce_gemm",
     dims=("M", "H", "V"),
     example="8192x4096x128256",
     small=(48, 64, 512),

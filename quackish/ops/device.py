@@ -77,11 +77,19 @@ class Device:
         return self.empty((rows, columns), (columns, 1), dtype)
 
 
-@functools.cache
+@functools.cache  # cleared when `kernels.allow_unverified` changes
 def _find(device: torch.device) -> Device | str:
+    return _create(device, kernels.allow_unverified)
+
+
+@functools.cache
+def _create(device: torch.device, unverified: bool) -> Device | str:
+    """A GPU with unverified kernels has two Devices, one for each setting; other GPUs have one for both."""
     if device.type != "cuda" or torch.version.hip:  # ROCm's devices are "cuda" too
         return f"no kernel for {'AMD GPUs' if device.type == 'cuda' else f'{device.type} tensors'}."
     gpu = gpu_of(device.index)
+    if unverified and not kernels.has_unverified(gpu):
+        return _create(device, False)
     if gpu.family in kernels.FAMILIES:  # otherwise a compiler would not help
         try:
             toolchain.find()
@@ -102,9 +110,9 @@ def _find(device: torch.device) -> Device | str:
 
 def device_of(device: torch.device) -> Device | str:
     """The Device of tensors on `device`; a sentence if no kernel runs there. The same object until it changes."""
-    for where, substitute in _substitutes:
+    for where, *substitutes in _substitutes:
         if where == device or (where.index is None and where.type == device.type):
-            return substitute
+            return substitutes[kernels.allow_unverified]
     return _find(device)
 
 
@@ -184,7 +192,14 @@ def report_portable(why: str, device: torch.device, backend: str) -> None:
     """`refuse_portable`, then one warning per reason on GPUs and substitutes. torch.compile cannot trace it."""
     refuse_portable(why, device, backend)
     if expects_kernels(device):
-        warn_once(why)
+        warn_once(kernels.WHY_UNVERIFIED if kernels.WHY_UNVERIFIED in why else why)
+
+
+def warn_unverified(device: Device, kernel: str) -> None:
+    """Warns once per process on a real GPU whose `kernel` is not used because no such GPU has run it."""
+    is_real = device.index is not None
+    if is_real and kernels.is_unverified(kernel, device.gpu) and not kernels.allow_unverified:
+        warn_once(kernels.WHY_UNVERIFIED)
 
 
 def as_current(device: torch.device) -> AbstractContextManager:
@@ -208,13 +223,14 @@ def check_same_device(op: str, forward: Device | str | None, device: torch.devic
     if not is_compiling() and device_of(device) is not forward:
         raise RuntimeError(
             f"{op}: {device} tensors had another device of kernels in forward; expected backward inside the same "
-            "`with quackish.emulate(...)` block as its forward"
+            "`with quackish.emulate(...)` block as its forward, and with the same setting of use_unverified_kernels"
         )
 
 
 # Substitutes ----------------------------------------------------------------------------------------------------------
 
-_substitutes: tuple[tuple[torch.device, Device], ...] = ()  # one per block, innermost first
+# One per block, innermost first: where, and its Devices without and with unverified kernels.
+_substitutes: tuple[tuple[torch.device, Device, Device], ...] = ()
 
 
 @contextlib.contextmanager
@@ -226,7 +242,8 @@ def substitute(where: torch.device | str, device: Device) -> Iterator[None]:
     raises outside, except in a checkpoint with use_reentrant=True, which runs its forward again where backward runs.
     """
     global _substitutes
-    entry = torch.device(where), device
+    other = dataclasses.replace(device, cache={}) if kernels.has_unverified(device.gpu) else device
+    entry = torch.device(where), *((other, device) if kernels.allow_unverified else (device, other))
     with choose.changing():
         _substitutes = entry, *_substitutes
     try:
@@ -250,5 +267,14 @@ def use_unverified_kernels(enabled: bool) -> None:
     with choose.changing():
         kernels.allow_unverified = enabled
         _find.cache_clear()
-        for _, device in _substitutes:
-            device.cache.clear()
+
+
+@contextlib.contextmanager
+def unverified_kernels(enabled: bool = True) -> Iterator[None]:
+    """`use_unverified_kernels(enabled)` inside the block, and the former setting after it."""
+    former = kernels.allow_unverified
+    use_unverified_kernels(enabled)
+    try:
+        yield
+    finally:
+        use_unverified_kernels(former)

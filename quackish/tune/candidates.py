@@ -5,6 +5,7 @@ bandwidth; below half of the analytical choice's a config cannot compete. For a 
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -12,7 +13,9 @@ from typing import Any
 
 from quackish.configs.choose import RULES, analytical
 from quackish.configs.gemm import TILE_K, GemmConfig, GemmProblem, gemm_smem_bytes
+from quackish.configs.gemm_sm100 import TILE_M, GemmSm100Config, gemm_sm100_smem_bytes
 from quackish.configs.grouped_gemm import GroupedGemmProblem
+from quackish.configs.grouped_gemm_sm100 import grouped_gemm_sm100_smem_bytes
 from quackish.configs.rms_norm import (
     CLUSTERS,
     RmsNormBwdConfig,
@@ -115,6 +118,16 @@ def _gemm_configs(problem: GemmProblem, base: GemmConfig, gpu: Gpu) -> Iterator[
             yield dataclasses.replace(tile, num_stages=room // stage, group=group, group_along=along)
 
 
+def _sm100_configs(
+    smem_bytes: Callable, problem: GemmProblem | GroupedGemmProblem, base: GemmSm100Config, gpu: Gpu
+) -> Iterator[GemmSm100Config]:
+    """Blackwell's, with all stages that fit."""
+    for tile_n, ctas, group, along in itertools.product((128, 256), (1, 2), (4, 8, 16), ("m", "n")):
+        tile = GemmSm100Config(tile_n, ctas, 0, group, along)
+        room = gpu.smem_bytes - smem_bytes(problem, tile)
+        yield dataclasses.replace(tile, num_stages=room // tile.stage_bytes)
+
+
 def _grouped_configs(problem: GroupedGemmProblem, base: GemmConfig, gpu: Gpu) -> Iterator[GemmConfig]:
     fields = (128, 192), (128, 192, 256), (1, 2), (1, 2), (3, 4, 5, 6, 7), (4, 8, 16), ("m",), (False, True)
     for values in itertools.product(*fields):
@@ -128,10 +141,26 @@ def _multiplications_per_load(problem: GemmProblem | GroupedGemmProblem, c: Gemm
     return c.tile_m * c.tile_n / (c.tile_m / c.cluster_n + c.tile_n / c.cluster_m)
 
 
+def _multiplications_per_load_sm100(problem: GemmProblem | GroupedGemmProblem, c: GemmSm100Config) -> float:
+    """Per element loaded by a CTA: its rows of A, and its share of B's columns."""
+    return TILE_M * c.tile_n / (TILE_M + c.tile_n / c.ctas)
+
+
+def _on_blackwell(smem_bytes: Callable) -> dict[str, tuple[Callable, Callable, float]]:
+    space = functools.partial(_sm100_configs, smem_bytes), _multiplications_per_load_sm100, 1 / 1.5
+    return dict.fromkeys(("sm_100", "sm_103"), space)
+
+
 # kernel -> GPU family -> (configs, merit, the smallest share of the analytical choice's merit that is worth a try)
 SPACES: dict[str, dict[str, tuple[Callable, Callable, float]]] = {
     "rms_norm_fwd": dict.fromkeys(FAMILIES, (_forward_configs, _forward_elements_in_flight, 0.5)),
     "rms_norm_bwd": dict.fromkeys(FAMILIES, (_backward_configs, _backward_bytes_in_flight, 0.5)),
-    "lce_gemm": {"sm_90": (_gemm_configs, _multiplications_per_load, 1 / 1.5)},
-    "grouped_gemm": {"sm_90": (_grouped_configs, _multiplications_per_load, 1 / 1.5)},
+    "lce_gemm": {
+        "sm_90": (_gemm_configs, _multiplications_per_load, 1 / 1.5),
+        **_on_blackwell(gemm_sm100_smem_bytes),
+    },
+    "grouped_gemm": {
+        "sm_90": (_grouped_configs, _multiplications_per_load, 1 / 1.5),
+        **_on_blackwell(grouped_gemm_sm100_smem_bytes),
+    },
 }

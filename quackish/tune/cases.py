@@ -109,11 +109,11 @@ def _gemm(p: GemmProblem, sizes: Mapping[str, int], device: torch.device) -> Cal
     def make() -> Run:
         kernel = on.kernel_for("lce_gemm", p, on.gpu)
         clusters = kernel.config.max_clusters(on.gpu.sm_count)
-        splits, floats = kernel.config.tail_room(m, n, k, clusters)
 
         def run() -> tuple[Tensor | None, ...]:
             tail = None
             if p.split_k_tail:
+                splits, floats = kernel.config.tail_room(m, n, k, clusters)
                 tail = TailArgs(torch.empty(floats, device=device), counters[1:], splits)
             args = GemmArgs(
                 a=a, second=second, b=b, d=d, epilogue=epilogue, tail=tail, ticket=counters[:1], num_live=num_live, m=m,

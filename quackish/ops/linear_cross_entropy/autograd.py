@@ -14,7 +14,7 @@ from quackish.configs.arguments import by_name
 from quackish.configs.gemm import NUM_TICKETS
 from quackish.errors import UnsupportedError
 from quackish.ops.cuda import dtype_of
-from quackish.ops.device import Device, check_same_device, device_of, require_device
+from quackish.ops.device import Device, check_same_device, device_of, require_device, warn_unverified
 from quackish.ops.linear_cross_entropy import schedules
 from quackish.ops.linear_cross_entropy.buffers import RowState, padded_matrix
 from quackish.ops.linear_cross_entropy.calls import (
@@ -44,6 +44,7 @@ def make_kernels(device: Device, loop: Loop = iter) -> LceKernels | CublasKernel
     try:
         kernel_table.find("lce_gemm", device.gpu)
     except UnsupportedError:
+        warn_unverified(device, "lce_gemm")
         return CublasKernels(device, loop)
     return LceKernels(device, loop)
 

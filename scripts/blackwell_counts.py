@@ -1,0 +1,299 @@
+"""Writes the tables of docs/blackwell.md: counts of Blackwell's GEMMs beside limits, and predicted times.
+
+    python scripts/blackwell_counts.py            # writes the page
+    python scripts/blackwell_counts.py --check    # exit status 1 if its tables are out of date
+
+Needs no GPU. Each GEMM is compiled for sm_100a, which takes some seconds, and its SASS is read with cuobjdump.
+
+Epilogue warps execute one loop over tiles. Its instructions are counted along two paths through the loop's forward
+branches: the shortest, and the longest. Waits that succeed at once are counted, their retries are not.
+"""
+
+import argparse
+import csv
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from quackish import kernels
+from quackish.cli import operations
+from quackish.cli.dry_run import DryRun, Step
+from quackish.cli.parser import Parser
+from quackish.configs.choose import analytical, name_of
+from quackish.configs.gemm import TILE_K, GemmConfig, GemmProblem
+from quackish.configs.gemm_sm100 import TILE_M, GemmSm100Config
+from quackish.configs.grouped_gemm import GroupedGemmProblem
+from quackish.gpu import B200, H200, Gpu, Roofs, roofs_of
+from quackish.launch import disassemble
+from quackish.launch.cubin import Instruction
+from quackish.work import LAUNCH_US, estimate
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs/blackwell.md"
+
+
+# Instructions of an epilogue ------------------------------------------------------------------------------------------
+
+
+class Paths(NamedTuple):
+    """Through the loop over tiles of an epilogue warp."""
+
+    loads: int  # from tensor memory
+    shortest: list[str]  # the instructions in order
+    longest: list[str]
+
+
+def epilogue_paths(code: Sequence[Instruction]) -> Paths:
+    """The innermost loop that contains all loads from tensor memory is that over tiles."""
+    loads = [i for i, one in enumerate(code) if "LDTM" in one.text]
+    index = {one.address: i for i, one in enumerate(code)}
+    targets = {i: index[int(found[1], 16)] for i, one in enumerate(code) if (found := _BRANCH.search(one.text))}
+    loops = [(i - to, to, i) for i, to in targets.items() if to <= loads[0] and i >= loads[-1]]
+    _, first, last = min(loops)
+    # best[i]: (length, next) of the paths from i to the end of the loop; None if there is none
+    paths = []
+    for choose in (min, max):
+        best: dict[int, tuple[int, int | None]] = {last: (1, None)}
+        for i in range(last - 1, first - 1, -1):
+            is_branch, text = i in targets, code[i].text
+            next_ones = [] if is_branch and _is_unconditional(text) else [i + 1]
+            next_ones += [targets[i]] if is_branch and i < targets[i] <= last else []
+            reachable = [(1 + best[j][0], j) for j in next_ones if j in best]
+            if reachable and "EXIT" not in text:
+                best[i] = choose(reachable)
+        at: int | None = first
+        path = []
+        while at is not None:
+            path.append(code[at].text)
+            at = best[at][1]
+        paths.append(path)
+    return Paths(len(loads), *paths)
+
+
+_BRANCH = re.compile(r"\bBRA\b.*\b(0x[0-9a-f]+)$")
+
+
+def _is_unconditional(text: str) -> bool:
+    return re.match(r"BRA(\.\w+)* 0x", text) is not None
+
+
+MUFU_CYCLES = 8  # of a warp's instruction: 4 results per cycle and quarter of an SM (CUDA C++ Programming Guide)
+
+
+class Epilogue(NamedTuple):
+    title: str
+    kernel: str
+    problem: Any
+    usual: str = "shortest"  # which path a tile takes inside of the matrix
+
+
+_BF16 = "bfloat16"
+_DW = dict(a_major="m", b_major="n", live="k")
+_OPTIONS = dict(bias_dtype="float32", softcap=True, smoothing=True, weighted=True, logit_scale=True)
+_GROUPED = dict(dtype=_BF16, max_groups=128, out_dtype=_BF16, cluster_tile="256x256")
+EPILOGUES = [
+    Epilogue("softmax", "lce_gemm", GemmProblem("softmax", _BF16, _BF16)),
+    Epilogue("softmax, D in two", "lce_gemm", GemmProblem("softmax", _BF16, _BF16, d_in_two=True)),
+    Epilogue("softmax, sums only", "lce_gemm", GemmProblem("softmax", _BF16, None)),
+    Epilogue("softmax, statistics", "lce_gemm", GemmProblem("softmax", _BF16, _BF16, return_stats=True)),
+    Epilogue("softmax, all options", "lce_gemm", GemmProblem("softmax", _BF16, None, **_OPTIONS, return_stats=True)),
+    Epilogue("dlogits", "lce_gemm", GemmProblem("dlogits", _BF16, _BF16)),
+    Epilogue("dlogits, all options", "lce_gemm", GemmProblem("dlogits", _BF16, _BF16, **_OPTIONS, entropy=True)),
+    Epilogue("rows", "lce_gemm", GemmProblem("rows", _BF16, _BF16, b_major="n"), "longest"),
+    Epilogue("store", "lce_gemm", GemmProblem("store", _BF16, _BF16, **_DW)),
+    Epilogue("store, with residual", "lce_gemm", GemmProblem("store", _BF16, _BF16, **_DW, rounding_residual=True)),
+    Epilogue("store, adds to fp32", "lce_gemm", GemmProblem("store", _BF16, "float32", **_DW, accumulate=True)),
+    Epilogue("up", "grouped_gemm", GroupedGemmProblem("up", **_GROUPED, activation="swiglu", keeps=True)),
+    Epilogue("down", "grouped_gemm", GroupedGemmProblem("down", **_GROUPED)),
+    Epilogue(
+        "down_backward", "grouped_gemm",
+        GroupedGemmProblem("down_backward", **_GROUPED, b_major="n", activation="swiglu", scaled=True),
+    ),
+    Epilogue("store (grouped)", "grouped_gemm", GroupedGemmProblem("store", **_GROUPED)),
+]  # fmt: skip
+
+
+def epilogue_rows() -> Iterator[list[str]]:
+    yield [
+        "epilogue",
+        "registers",
+        "stack B",
+        "shared B",
+        "stages",
+        "instructions",
+        "all branches",
+        "MUFU",
+        "cycles",
+        "K",
+    ]
+    for one in EPILOGUES:
+        config = analytical(one.kernel, one.problem, B200).config
+        kernel = kernels.find(one.kernel, B200, unverified=True)
+        used, code = disassemble(kernel, one.problem, config, B200.target)
+        paths = epilogue_paths(code)
+        usual = getattr(paths, one.usual)
+        mufu = sum("MUFU" in text for text in usual)
+        cycles = max(len(usual), MUFU_CYCLES * mufu)
+        hidden = -(-cycles * FLOPS_PER_CYCLE["B200"] // (2 * TILE_M * config.tile_n))
+        numbers = used.registers, used.stack_bytes, used.smem_bytes, config.num_stages
+        numbers += len(usual), len(paths.longest), mufu, cycles, hidden
+        yield [one.title, *(f"{number:,}" for number in numbers)]
+
+
+# GEMMs of a call ------------------------------------------------------------------------------------------------------
+
+FLOPS_PER_CYCLE = {"H200": 4096, "B200": 8192}  # per SM, dense bf16
+PEAK = {"H200": 989e12, "B200": 2250e12}  # dense bf16, data sheets
+BANDWIDTH = {"H200": 4.8e12, "B200": 8e12}  # data sheets
+SHARE = 700 / 989  # of PEAK that cuBLAS sustains at the H200's power limit: see quackish/gpu.py
+PEERS_SHARE = 6 * 8192 * 4096 * 128_256 / 17.26e-3 / 2250e12  # of PEAK that QuACK states for a B200
+# Forward and backward at M x 4096 x 128256 in bf16 on a B200, in ms, as the projects state them.
+QUACK = {8192: 17.26}  # 0.6.2
+LIGER = {1024: 2.52, 4096: 9.04, 8192: 17.51, 16_384: 35.9, 65_536: 144.8}
+TOKENS = sorted(LIGER)
+
+
+class Tiling(NamedTuple):
+    """Of a GEMM, on all SMs."""
+
+    rows: int  # of a CTA's tile
+    columns: int
+    tiles: int  # of clusters
+    clusters: int
+    steps: int  # along K
+
+    @property
+    def waves(self) -> float:
+        return self.tiles / self.clusters
+
+    @property
+    def tile_flops(self) -> int:
+        return 2 * self.rows * self.columns * TILE_K * self.steps
+
+
+def tiling(config: GemmConfig | GemmSm100Config, sizes: dict[str, int], gpu: Gpu) -> Tiling:
+    is_sm100 = isinstance(config, GemmSm100Config)
+    rows, across = (TILE_M, 1) if is_sm100 else (config.tile_m, config.cluster_n)
+    tiles = -(-sizes["m"] // config.cluster_rows) * -(-sizes["n"] // (config.tile_n * across))
+    return Tiling(rows, config.tile_n, tiles, config.max_clusters(gpu.sm_count), -(-sizes["k"] // TILE_K))
+
+
+def steps_of(words: str, gpu: Gpu) -> DryRun:
+    parser = Parser()
+    operations.add_arguments(parser)
+    return operations.dry_run_call(parser.parse_args([*words.split(), "--unverified"]), gpu)
+
+
+def headline_rows() -> Iterator[list[str]]:
+    yield [
+        "GEMM", "m, n, k", "MMAs / least", "waves", "filled", "L2 B/cycle", "MMA B/cycle", "GB", "predicted ms",
+        "memory alone ms",
+    ]  # fmt: skip
+    for step in steps_of("linear_cross_entropy 8192x4096x128256", B200).steps:
+        if step.kernel != "lce_gemm" or step.problem.recompute_flagged:
+            continue
+        config, sizes = step.choice.config, step.sizes
+        tile = tiling(config, sizes, B200)
+        m, n, k = (sizes[name] for name in "mnk")
+        mmas = tile.tiles * tile.steps * (TILE_K // 16)
+        least = m * n * k / (config.cluster_rows * config.tile_n * 16)
+        cycles = tile.tile_flops / tile.steps / FLOPS_PER_CYCLE["B200"]  # of a step
+        read = TILE_K * 2 * (TILE_M + config.tile_n // config.ctas)  # by the MMAs of a CTA; also written by TMA
+        yield [
+            name_of(step.kernel, step.problem), f"{m}, {n}, {k}", f"{mmas:,} / {least:,.0f}", f"{tile.waves:.2f}",
+            f"{tile.waves / math.ceil(tile.waves):.1%}", f"{config.stage_bytes / cycles:.0f}", f"{read / cycles:.0f}",
+            f"{step.work.bytes / 1e9:.2f}", f"{gemm_seconds(step, B200, SHARE) * 1e3:.2f}",
+            f"{1e3 * step.work.bytes / BANDWIDTH['B200']:.2f}",
+        ]  # fmt: skip
+
+
+# Predictions ----------------------------------------------------------------------------------------------------------
+
+
+def gemm_seconds(step: Step, gpu: Gpu, share: float) -> float:
+    """Whole waves of tiles at the sustained rate. Splits of the last wave leave no SM idle."""
+    tile = tiling(step.choice.config, step.sizes, gpu)
+    waves = tile.waves if step.problem.split_k_tail else math.ceil(tile.waves)
+    rate = share * PEAK[gpu.name] / gpu.sm_count  # of an SM
+    return waves * tile.tile_flops / rate + LAUNCH_US * 1e-6
+
+
+def seconds(dry: DryRun, gpu: Gpu, share: float) -> float:
+    """GEMMs by waves, other launches by bytes at the share of the bandwidth that the H200's copies reach."""
+    bandwidth = roofs_of(H200).copy / BANDWIDTH["H200"] * BANDWIDTH[gpu.name]
+    roofs = Roofs(bandwidth, bandwidth, share * PEAK[gpu.name], "model")
+    total = 0.0
+    for step in dry.steps:
+        is_gemm = step.kernel == "lce_gemm" and not step.problem.recompute_flagged
+        once = gemm_seconds(step, gpu, share) if is_gemm else max(LAUNCH_US, estimate(step.work, roofs).us) * 1e-6
+        total += step.calls * once
+    return total
+
+
+def prediction_rows() -> Iterator[list[str]]:
+    yield ["tokens", "predicted ms", "at QuACK's rate ms", "QuACK ms", "Liger ms", "schedule", "predicted GB"]
+    for tokens in TOKENS:
+        dry = steps_of(f"linear_cross_entropy {tokens}x4096x128256", B200)
+        yield [
+            f"{tokens:,}", *(f"{1e3 * seconds(dry, B200, share):.2f}" for share in (SHARE, PEERS_SHARE)),
+            *(f"{stated[tokens]:.2f}" if tokens in stated else "" for stated in (QUACK, LIGER)),
+            dry.plan["Schedule"].partition(",")[0], f"{dry.peak_bytes / 1e9:.2f}",
+        ]  # fmt: skip
+
+
+def hopper_rows() -> Iterator[list[str]]:
+    yield ["shape", "predicted ms", "measured ms", "predicted / measured", "commit"]
+    for file in ("linear_cross_entropy.csv", "sweep/linear_cross_entropy.csv"):
+        with (ROOT / "benchmarks/results/H200" / file).open() as lines:
+            for row in csv.DictReader(lines):
+                key = row["provider"], row["data"], row["direction"], row["ignored"]
+                if key != ("quackish", "normal", "forward+backward", "0.0"):
+                    continue
+                predicted = 1e3 * seconds(steps_of(f"linear_cross_entropy {row['shape']}", H200), H200, SHARE)
+                measured = float(row["median_ms"])
+                shape = row["shape"].replace("x", " x ")
+                ratio = predicted / measured
+                yield [shape, f"{predicted:.2f}", f"{measured:.2f}", f"{ratio:.3f}", f"`{row['commit'][:7]}`"]
+
+
+# The page -------------------------------------------------------------------------------------------------------------
+
+TABLES: dict[str, Callable[[], Iterator[list[str]]]] = {
+    "epilogues": epilogue_rows,
+    "headline": headline_rows,
+    "predictions": prediction_rows,
+    "hopper": hopper_rows,
+}
+
+
+def with_tables(page: str, names: Sequence[str]) -> str:
+    """The page with these tables made again. Each lies between two comments."""
+    for name in names:
+        head, *rows = TABLES[name]()
+        lines = [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
+        begin, end = f"<!-- begin {name}: by scripts/blackwell_counts.py -->", f"<!-- end {name} -->"
+        before, _, rest = page.partition(begin)
+        _, _, after = rest.partition(end)
+        page = f"{before}{begin}\n" + "\n".join(lines) + f"\n{end}{after}"
+    return page
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="do not write; exit status 1 if a table is out of date")
+    args = parser.parse_args()
+    page = PAGE.read_text(encoding="utf-8")
+    made = with_tables(page, list(TABLES))
+    if not args.check:
+        PAGE.write_text(made, encoding="utf-8")
+    elif made != page:
+        print(f"{PAGE}: tables are out of date; expected those that {Path(__file__).name} writes", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

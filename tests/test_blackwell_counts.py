@@ -1,0 +1,105 @@
+"""scripts/blackwell_counts.py: paths through SASS, the model of times, and the tables of docs/blackwell.md."""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from quackish.configs.choose import analytical
+from quackish.configs.gemm import GemmProblem
+from quackish.gpu import B200, H200
+from quackish.launch.cubin import Instruction
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def counts():
+    spec = importlib.util.spec_from_file_location("blackwell_counts", ROOT / "scripts/blackwell_counts.py")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+def assembled(text):
+    return [Instruction(16 * i, line.strip()) for i, line in enumerate(text.strip().splitlines())]
+
+
+LOOP = """
+    S2R R0, SR_TID.X
+    @!P0 BRA 0xc0
+    MOV R1, R2
+    SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R0
+    @!P0 BRA 0xd0
+    LDTM.x32 R4, tmem[UR26]
+    BRA.U UP0, 0x90
+    FADD R1, R1, R1
+    FADD R2, R2, R2
+    LDTM.x32 R36, tmem[UR26+0x20]
+    MUFU.EX2 R1, R1
+    @P1 BRA 0x20
+    EXIT
+    SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R0
+    @!P0 BRA 0xd0
+    BRA 0x50
+"""
+
+
+def test_paths_through_the_loop_over_tiles(counts):
+    paths = counts.epilogue_paths(assembled(LOOP))
+    assert paths.loads == 2
+    assert paths.shortest == [line.strip() for line in LOOP.strip().splitlines()[2:7] + LOOP.strip().splitlines()[9:12]]
+    assert paths.longest == [line.strip() for line in LOOP.strip().splitlines()[2:12]]
+    skipped = counts.epilogue_paths(assembled(LOOP.replace("BRA.U UP0, 0x90", "BRA 0x90")))
+    assert (
+        skipped.longest == skipped.shortest == [text.replace("BRA.U UP0, 0x90", "BRA 0x90") for text in paths.shortest]
+    )
+
+
+def test_tiles_and_waves(counts):
+    softmax = GemmProblem("softmax", "bfloat16", None)
+    sizes = dict(m=300, n=1000, k=100)
+    tile = counts.tiling(analytical("lce_gemm", softmax, B200).config, sizes, B200)
+    assert tile == (128, 256, 2 * 4, 74, 2)
+    assert tile.tile_flops == 2 * 128 * 256 * 128
+    tile = counts.tiling(analytical("lce_gemm", softmax, H200).config, sizes, H200)
+    assert tile == (128, 192, 2 * 6, 66, 2)
+
+
+def test_predicted_times_grow_with_work_and_shrink_with_the_rate(counts):
+    small, large = (counts.steps_of(f"linear_cross_entropy {m}x4096x128256", B200) for m in (4096, 8192))
+    assert any(step.kernel == "lce_gemm" for step in small.steps)
+    floor = 6 * 8192 * 4096 * 128_256 / (0.5 * 2250e12)
+    assert floor < counts.seconds(large, B200, 0.5) < 1.05 * floor
+    assert 1.9 < counts.seconds(large, B200, 0.5) / counts.seconds(small, B200, 0.5) < 2.0
+    assert counts.seconds(large, B200, 1.0) < 0.55 * counts.seconds(large, B200, 0.5)
+
+
+def test_the_model_is_near_what_the_h200_measured(counts):
+    head, *rows = counts.hopper_rows()
+    ratios = [float(row[head.index("predicted / measured")]) for row in rows]
+    assert len(ratios) >= 15
+    assert 0.95 < min(ratios) <= max(ratios) < 1.05
+
+
+def test_tables_without_compiled_numbers_are_up_to_date(counts):
+    page = counts.PAGE.read_text(encoding="utf-8")
+    assert counts.with_tables(page, ["headline", "predictions", "hopper"]) == page, "run scripts/blackwell_counts.py"
+    assert counts.with_tables(page.replace("16.48", "16.49"), ["predictions"]) == page
+
+
+@pytest.mark.exhaustive
+def test_the_table_of_epilogues_is_up_to_date(counts):
+    """Within 10 %: versions of the compiler differ a little."""
+    page = counts.PAGE.read_text(encoding="utf-8")
+    table = re.search(r"<!-- begin epilogues: .*? -->\n(.*?)\n<!-- end epilogues -->", page, re.DOTALL)[1]
+    kept = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    made = list(counts.epilogue_rows())
+    assert [row[0] for row in made] == [row[0] for row in [kept[0], *kept[2:]]]
+    for row, before in zip(made[1:], kept[2:], strict=True):
+        for title, now, then in zip(made[0][1:], row[1:], before[1:], strict=True):
+            now, then = (int(number.replace(",", "")) for number in (now, then))
+            assert abs(now - then) <= 0.1 * then, (row[0], title, "run scripts/blackwell_counts.py")
