@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import re
 import sys
 import types
 from pathlib import Path
@@ -388,6 +389,17 @@ def test_grouped_mlp_writes_rows_of_every_split_and_of_the_router(tmp_path, in_t
     (ours, *_) = read_rows(moe_path)
     assert ours["provider"] == "quackish"
     assert max(float(ours[name]) for name in grouped_mlp.ERRORS) < 0.01
+
+
+def test_the_figure_of_experts_names_the_split_and_has_only_panels_with_a_roof(tmp_path):
+    ours = {"status": "ok", "median_ms": 2.0, "pct_of_roof": 50.0}
+    cells = [Cell("grouped_mlp", (1024, 64, 32, 4), "bfloat16", TRAIN, data) for data in ("normal", "zipf")]
+    host = Cell("grouped_mlp", grouped_mlp.HOST, "bfloat16", "host")
+    found = results_of({cell: {"quackish": ours} for cell in [*cells, host]})
+    svg, _ = grouped_mlp.PAGE.figures(found, tmp_path / "grouped_mlp.csv")
+    drawn = set(re.findall("<!-- (.*) -->", svg.read_text()))  # texts are paths, with the text in a comment
+    assert {f"{TRAIN}, bfloat16", "E 4", "zipf"} <= drawn
+    assert "host, bfloat16" not in drawn
 
 
 def test_experts_after_a_router_are_compared_with_fp64(monkeypatch):

@@ -62,7 +62,7 @@ def styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
 def for_bench(results: Results, path: Path) -> list[Path]:
     """The share of the roof, and time against memory of the largest cell: files *_roof and *_memory, .svg and .png."""
     groups = results.groups()
-    panels = {f"{direction}, {dtype}": cells for (direction, dtype), cells in groups.items()}
+    panels = {f"{direction}, {dtype}": of for (direction, dtype), of in groups.items() if results.roof(of[0])}
     made = over_cells(results, panels, path.with_name(f"{path.stem}_roof"), results.op.title)
     cells = [cell for cell in results.cells if results.bench.section_per_cell and len(results.points(cell)) > 1]
     largest = max(cells, key=lambda cell: (cell.direction == "forward+backward", math.prod(cell.shape)), default=None)
@@ -95,9 +95,9 @@ def _panel(ax: Any, results: Results, title: str, cells: Sequence[Cell], looks: 
     ax.set_ylim(0, max(105, ax.get_ylim()[1]))
     ax.axhline(100, **ROOF)
     ticks = {at[cell]: f"{m / 1024:.3g}k" if (m := cell.shape[0]) >= 1024 else str(m) for cell in cells}
-    for segment in segments if len(segments) > 1 else ():  # the common sizes, below the first cell of a line
+    for segment in segments if len(segments) > 1 else ():  # the common sizes and data, below the first cell of a line
         common = [f"{dim} {n}" for dim, n in zip(results.op.dims, segment[0].shape, strict=True)]
-        ticks[at[segment[0]]] += "\n".join(["\n", *common[1:]])
+        ticks[at[segment[0]]] += "\n".join(["\n", *common[1:], *segment[0].kind.split()])
     ax.set_xticks(list(ticks), list(ticks.values()), fontsize=5.5 if len(ticks) > 20 else 7)
     ax.set_xlabel(results.op.dims[0])
     ax.set_ylabel("% of the roof")
