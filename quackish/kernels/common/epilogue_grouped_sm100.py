@@ -27,17 +27,17 @@ class GroupSliceStore(SliceStore):
         self.along_m = problem.along == "m"
 
     @cute.jit
-    def copy_out(self, out: Output, buffer: Int32, block: Block, j: cutlass.Constexpr[int]):
+    def copy_out(self, out: Output, buffer: Int32, block: Block, piece):
         (atom,) = out.atoms
-        sD, gD = self.partition(atom, out.staging, block, j)
+        sD, gD = self.partition(atom, out.staging, block, piece)
         cute.copy(atom[0], sD[None, buffer], gD)
 
     def load_atom(self, mD):
         return self.atom(cpasync.CopyBulkTensorTileG2SOp(), mD)
 
-    def partition(self, atom: tuple, staging, block: Block, j: int):
-        """The buffers, and piece j of the warp's rows, as TMA copies them."""
-        row, col = block.row0 + block.thread // 32 * WARP_ROWS, block.col0 + j * self.piece_n
+    def partition(self, atom: tuple, staging, block: Block, piece):
+        """The buffers, and a piece of the warp's rows, as TMA copies them."""
+        row, col = block.row0 + block.thread // 32 * WARP_ROWS, block.col0 + piece * self.piece_n
         rows = rows_of_group(atom[1], block, row, col, self.along_m)
         g = cute.local_tile(rows, (WARP_ROWS, self.piece_n), (0, 0))
         return cpasync.tma_partition(
@@ -53,12 +53,14 @@ class GroupEpilogueSm100(GroupMatrices):
 
     @cute.jit
     def __call__(self, acc, prefetched, args: DownArgs, out: Output, block: Block):
-        for j in cutlass.range_constexpr(self.config.slices):
-            x = acc.load(j)
-            if const_expr(self.problem.biased):
-                self.add_bias(x, args.bias, block.n, Int32(0), block.col0 + j * SLICE, block)
-            self.fill(x, block)
-            self.output(x, j, out, block)
+        for piece in cutlass.range(self.config.slices // self.output.per_piece, unroll=1):
+            for part in cutlass.range_constexpr(self.output.per_piece):
+                j = piece * self.output.per_piece + part
+                x = acc.load(j)
+                if const_expr(self.problem.biased):
+                    self.add_bias(x, args.bias, block.n, Int32(0), block.col0 + j * SLICE, block)
+                self.fill(x, block)
+                self.output(x, piece, part, out, block)
 
     @cute.jit
     def fill(self, x: cute.Tensor, block: Block):
@@ -91,11 +93,9 @@ class UpSm100(GroupEpilogueSm100):
         return self.row_scale(args.scales, block) if const_expr(self.problem.scaled) else None
 
     @cute.jit
-    def preactivation(
-        self, acc, args: UpArgs, block: Block, j: cutlass.Constexpr[int], part: cutlass.Constexpr[int]
-    ) -> cute.Tensor:
+    def preactivation(self, acc, args: UpArgs, block: Block, j: Int32, part: cutlass.Constexpr[int]) -> cute.Tensor:
         """Slice j of the gate's (part 0) or up's columns."""
-        x = acc.load(const_expr(part * self.tile_cols // SLICE + j))
+        x = acc.load(part * (self.tile_cols // SLICE) + j)
         if const_expr(self.problem.biased):
             width, col = block.n * self.num_parts, block.col0 + j * SLICE
             self.add_bias(x, args.bias, width, block.n * part, col, block)
@@ -107,26 +107,26 @@ class UpSm100(GroupEpilogueSm100):
 
     @cute.jit
     def __call__(self, acc, scale, args: UpArgs, out: Output, block: Block):
-        p, per_piece = self.problem, self.output.per_piece
-        turn = 0  # counts the slices that are stored
-        for first in cutlass.range_constexpr(0, self.tile_cols // SLICE, per_piece):
-            slices = range(first, first + per_piece)
-            z = [[self.preactivation(acc, args, block, j, part) for j in slices] for part in range(self.num_parts)]
+        p, per_piece, stored = self.problem, self.output.per_piece, 1 + self.num_parts * self.problem.keeps
+        for piece in cutlass.range(self.tile_cols // SLICE // per_piece, unroll=1):
+            turn = piece * stored  # counts the pieces that are stored
+            z = [
+                [self.preactivation(acc, args, block, piece * per_piece + i, of) for i in range(per_piece)]
+                for of in range(self.num_parts)
+            ]
             if const_expr(p.keeps):
-                for part in cutlass.range_constexpr(self.num_parts):
-                    for j in cutlass.range_constexpr(first, first + per_piece):
-                        self.output(z[part][j - first], j, out.only(1 + part), block, turn)
-                        turn += 1
-            for j in cutlass.range_constexpr(first, first + per_piece):
-                act = z[0][j - first]
+                for of in cutlass.range_constexpr(self.num_parts):
+                    for i in cutlass.range_constexpr(per_piece):
+                        self.output(z[of][i], piece, i, out.only(1 + of), block, turn + of)
+            for i in cutlass.range_constexpr(per_piece):
+                act = z[0][i]
                 for v in cutlass.range_constexpr(SLICE):
                     a, _ = activate_gate(act[v], p.activation)
                     if const_expr(p.gated):
-                        u, _ = activate_up(z[1][j - first][v], p.activation)
+                        u, _ = activate_up(z[1][i][v], p.activation)
                         a = a * u
                     act[v] = a * scale if const_expr(p.scaled) else a
-                self.output(act, j, out.only(0), block, turn)
-                turn += 1
+                self.output(act, piece, i, out.only(0), block, turn + stored - 1)
 
 
 class DownBackwardSm100(GroupEpilogueSm100):

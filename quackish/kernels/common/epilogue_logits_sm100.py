@@ -20,10 +20,15 @@ from quackish.kernels.common.tile_store import Block, Output
 
 
 class LogitsSm100(Epilogue):
-    """Base class: applies bias and softcap and masks the columns past the last class. A thread has one row."""
+    """Base class: applies bias and softcap and masks the columns past the last class. A thread has one row.
+
+    Loops over pieces are not unrolled: ptxas would interleave them, and up to 176 bytes would spill.
+    """
 
     def __init__(self, problem, config):
         super().__init__(problem, config, None if problem.out_dtype is None else SliceStore(problem.out_dtype))
+        self.per_piece = 1 if self.output is None else self.output.per_piece  # slices
+        self.num_pieces = config.slices // self.per_piece
 
     @cute.jit
     def columns(self, vector: Optional[cute.Pointer], first: Int32, end: Int32, thread: Int32):
@@ -33,9 +38,8 @@ class LogitsSm100(Epilogue):
         return (vector + cutlass.min(first + thread % 32, end - 1)).load().to(Float32)
 
     @cute.jit
-    def logits(self, x: cute.Tensor, j: cutlass.Constexpr[int], bias, softcap: Float32, block: Block):
-        """Makes slice j of the products logits, -inf past the last class. `bias` is from `columns`."""
-        first = block.col0 + j * SLICE
+    def logits(self, x: cute.Tensor, first: Int32, bias, softcap: Float32, block: Block):
+        """Makes the products of the columns from `first` on logits, -inf past the last class. bias: of `columns`."""
         for v in cutlass.range_constexpr(SLICE):
             if const_expr(bias is not None):
                 x[v] = x[v] + column_value(bias, v)
@@ -64,25 +68,27 @@ class SoftmaxSm100(SoftmaxRows, LogitsSm100):
         (shift_log2, target), col0, n, thread = prefetched, block.col0, block.n, block.thread
         scale_log2, stats, i = log2_scale(args.logit_scale), self.empty_stats(1), block.row0 + thread
         inverse = 1.0 / args.softcap
-        for j in cutlass.range_constexpr(self.config.slices):
-            first = col0 + j * SLICE
-            bias = self.columns(args.bias, first, n, thread)
-            weights = self.columns(args.class_weight, first, n, thread)
-            x = acc.load(j)
-            self.logits(x, j, bias, args.softcap, block)
-            if (target >= j * SLICE) & (target < (j + 1) * SLICE):
-                a = Float32(0.0)
+        for piece in cutlass.range(self.num_pieces, unroll=1):
+            for part in cutlass.range_constexpr(self.per_piece):
+                j = piece * self.per_piece + part
+                column, first = j * SLICE, col0 + j * SLICE
+                bias = self.columns(args.bias, first, n, thread)
+                weights = self.columns(args.class_weight, first, n, thread)
+                x = acc.load(j)
+                self.logits(x, first, bias, args.softcap, block)
+                if (target >= column) & (target < column + SLICE):
+                    a = Float32(0.0)
+                    for v in cutlass.range_constexpr(SLICE):
+                        a = x[v] if target == column + v else a
+                    (args.target_logit + i).store(a)
                 for v in cutlass.range_constexpr(SLICE):
-                    a = x[v] if target == j * SLICE + v else a
-                (args.target_logit + i).store(a)
-            for v in cutlass.range_constexpr(SLICE):
-                if const_expr(self.problem.smoothing):
-                    w = None if const_expr(weights is None) else column_value(weights, v)
-                    if first + v < n:  # -inf past the last class
-                        self.add_weighted(x[v], w, 0, stats)
-                x[v] = self.exponential(x[v], 0, j * SLICE + v, stats, scale_log2, shift_log2, inverse)
-            if const_expr(self.output is not None):
-                self.output(x, j, out, block)
+                    if const_expr(self.problem.smoothing):
+                        w = None if const_expr(weights is None) else column_value(weights, v)
+                        if first + v < n:  # -inf past the last class
+                            self.add_weighted(x[v], w, 0, stats)
+                    x[v] = self.exponential(x[v], 0, column + v, stats, scale_log2, shift_log2, inverse)
+                if const_expr(self.output is not None):
+                    self.output(x, piece, part, out, block)
         code = None
         if const_expr(self.updates_argmax):
             code = encode_argmax(stats.max[0], col0 + stats.argmax[0])
@@ -112,17 +118,18 @@ class DlogitsSm100(DlogitsRows, LogitsSm100):
     def __call__(self, acc, prefetched, args: DlogitsArgs, out: Output, block: Block):
         (coefs, target, coef_entropy), n, thread = prefetched, block.n, block.thread
         scale_log2, inverse = log2_scale(args.logit_scale), 1.0 / args.softcap
-        for j in cutlass.range_constexpr(self.config.slices):
-            first = block.col0 + j * SLICE
-            bias = self.columns(args.bias, first, n, thread)
-            weights = self.columns(args.class_weight, args.v0 + first, args.v0 + n, thread)
-            x = acc.load(j)
-            self.logits(x, j, bias, args.softcap, block)
-            for v in cutlass.range_constexpr(SLICE):
-                w = None if const_expr(weights is None) else functools.partial(column_value, weights, v)
-                column = Int32(j * SLICE + v)
-                x[v] = self.gradient(x[v], coefs, coef_entropy, 0, column, target, w, scale_log2, inverse)
-            self.output(x, j, out, block)
+        for piece in cutlass.range(self.num_pieces, unroll=1):
+            for part in cutlass.range_constexpr(self.per_piece):
+                j = piece * self.per_piece + part
+                column, first = j * SLICE, block.col0 + j * SLICE
+                bias = self.columns(args.bias, first, n, thread)
+                weights = self.columns(args.class_weight, args.v0 + first, args.v0 + n, thread)
+                x = acc.load(j)
+                self.logits(x, first, bias, args.softcap, block)
+                for v in cutlass.range_constexpr(SLICE):
+                    w = None if const_expr(weights is None) else functools.partial(column_value, weights, v)
+                    x[v] = self.gradient(x[v], coefs, coef_entropy, 0, column + v, target, w, scale_log2, inverse)
+                self.output(x, piece, part, out, block)
 
 
 @cute.jit

@@ -25,11 +25,12 @@ class StoreSm100(Epilogue):
 
     @cute.jit
     def __call__(self, acc, prefetched, args: Optional[ScaledArgs], out: Output, block: Block):
-        for j in cutlass.range_constexpr(self.config.slices):
-            x = acc.load(j)
-            if const_expr(self.problem.scaled):
-                x.store(x.load() * args.factor.load())
-            self.output(x, j, out, block)
+        for piece in cutlass.range(self.config.slices // self.output.per_piece, unroll=1):
+            for part in cutlass.range_constexpr(self.output.per_piece):
+                x = acc.load(piece * self.output.per_piece + part)
+                if const_expr(self.problem.scaled):
+                    x.store(x.load() * args.factor.load())
+                self.output(x, piece, part, out, block)
 
 
 class StoreWithResidualSm100(StoreSm100):
@@ -45,14 +46,16 @@ class StoreWithResidualSm100(StoreSm100):
 
     @cute.jit
     def __call__(self, acc, slot, args: ResidualArgs, out: Output, block: Block):
-        for j in cutlass.range_constexpr(self.config.slices):
-            x = acc.load(j)
-            self.output(x, j, out, block)
-            if slot != NO_SLOT:
-                residual = cute.make_rmem_tensor((SLICE,), Int16)
-                for v in cutlass.range_constexpr(SLICE):
-                    residual[v] = rounding_residual(x[v])
-                store_columns(residual, args.rounding_residual, Int64(slot) * block.n, j, block)
+        for piece in cutlass.range(self.config.slices // self.output.per_piece, unroll=1):
+            for part in cutlass.range_constexpr(self.output.per_piece):
+                j = piece * self.output.per_piece + part
+                x = acc.load(j)
+                self.output(x, piece, part, out, block)
+                if slot != NO_SLOT:
+                    residual = cute.make_rmem_tensor((SLICE,), Int16)
+                    for v in cutlass.range_constexpr(SLICE):
+                        residual[v] = rounding_residual(x[v])
+                    store_columns(residual, args.rounding_residual, Int64(slot) * block.n, j, block)
 
 
 class RowsOutSm100(Epilogue):
@@ -74,7 +77,7 @@ class RowsOutSm100(Epilogue):
     @cute.jit
     def __call__(self, acc, prefetched, args: RowsOutArgs, out: Output, block: Block):
         scale, to = prefetched
-        for j in cutlass.range_constexpr(self.config.slices):
+        for j in cutlass.range(self.config.slices, unroll=1):
             x = acc.load(j)
             if to >= 0:
                 rounded = cute.make_rmem_tensor((SLICE,), self.dtype)
@@ -83,7 +86,7 @@ class RowsOutSm100(Epilogue):
 
 
 @cute.jit
-def store_columns(values: cute.Tensor, base: cute.Pointer, row: Int64, j: cutlass.Constexpr[int], block: Block):
+def store_columns(values: cute.Tensor, base: cute.Pointer, row: Int64, j: Int32, block: Block):
     """Stores the values of slice j to a row that begins at base + row, 16 bytes at a time."""
     vec = const_expr(128 // base.dtype.width)
     for i in cutlass.range_constexpr(0, SLICE, vec):

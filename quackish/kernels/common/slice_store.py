@@ -52,19 +52,19 @@ class SliceStore:
         return atom, coordinates
 
     @cute.jit
-    def __call__(self, x: cute.Tensor, j: cutlass.Constexpr[int], out: Output, block: Block, turn=None):
-        """Rounds slice j of the block, SLICE fp32 values per thread, and stores it. Call for all slices in order.
+    def __call__(self, x: cute.Tensor, piece, part: cutlass.Constexpr[int], out: Output, block: Block, turn=None):
+        """Rounds a slice, SLICE fp32 values per thread, and stores it: part `part` of the block's piece `piece`.
 
-        turn: counts the slices of a tile, where more than D's are stored.
+        Call for all slices in order. turn: counts the pieces of a tile, where more than D's are stored.
         """
-        turn = const_expr(j if turn is None else turn)
-        buffer = block.thread // 32 * self.num_buffers + turn // self.per_piece % self.num_buffers
-        if const_expr(turn % self.per_piece == 0):
+        turn = piece if const_expr(turn is None) else turn
+        buffer = block.thread // 32 * self.num_buffers + turn % self.num_buffers
+        if const_expr(part == 0):
             self.wait_until_free(self.num_buffers - 1)
-        self.write(x, out.staging, buffer, const_expr(turn % self.per_piece), block.thread)
-        if const_expr((turn + 1) % self.per_piece == 0):
+        self.write(x, out.staging, buffer, part, block.thread)
+        if const_expr(part == self.per_piece - 1):
             self.wait_until_full()
-            self.copy_out(out, buffer, block, const_expr(j // self.per_piece))
+            self.copy_out(out, buffer, block, piece)
             cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
@@ -91,9 +91,9 @@ class SliceStore:
         cute.arch.sync_warp()
 
     @cute.jit
-    def copy_out(self, out: Output, buffer: Int32, block: Block, j: cutlass.Constexpr[int]):
-        """Starts the store of a buffer to piece j of the block."""
-        at = block.col0 // self.piece_n + j
+    def copy_out(self, out: Output, buffer: Int32, block: Block, piece):
+        """Starts the store of a buffer to a piece of the block."""
+        at = block.col0 // self.piece_n + piece
         if const_expr(len(out.atoms) == 1):
             self.copy_to(out.atoms[0], out.staging, buffer, block, at)
         elif at < out.split // self.piece_n:

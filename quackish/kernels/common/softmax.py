@@ -77,10 +77,13 @@ class SoftmaxRows:
 
     @cute.jit
     def exponential(
-        self, a: Float32, r: cutlass.Constexpr[int], column: cutlass.Constexpr[int], stats: RowStats,
+        self, a: Float32, r: cutlass.Constexpr[int], column, stats: RowStats,
         scale_log2, shift_log2: Float32, inverse: Float32,
     ):  # fmt: skip
-        """exp_logit of logit a, which joins the stats of the thread's row r. inverse: 1 / softcap."""
+        """exp_logit of logit a, which joins the stats of the thread's row r.
+
+        column: relative to the thread's first. inverse: 1 / softcap.
+        """
         if const_expr(self.updates_argmax):
             stats.argmax[r] = Int32(column) if a > stats.max[r] else stats.argmax[r]
         if const_expr(not self.problem.recompute_flagged):
