@@ -305,6 +305,43 @@ def check_transformers(ranks: Ranks) -> None:
         check_gradients(ranks, model, truth)
 
 
+def check_trl(ranks: Ranks) -> None:
+    """TRL's head under FSDP2, in the root's group as accelerate shards it, compared with TRL's own in one process."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from trl.trainer.utils import add_fused_lm_head
+
+    from quackish.integrations.trl import apply, revert
+
+    ids, labels = batch(ranks)
+    num_items = (labels[:, 1:] != -100).sum()  # the head shifts labels
+    mine = slice(ranks.rank, ranks.rank + 1)
+    config = LlamaConfig(
+        vocab_size=V, hidden_size=H, intermediate_size=H, num_hidden_layers=1, num_attention_heads=2
+    )  # fmt: skip
+    truth, model = LlamaForCausalLM(config).double(), LlamaForCausalLM(config)
+    model.load_state_dict(truth.state_dict())
+    for each in (truth, model):
+        add_fused_lm_head(each, outputs=("log_probs", "entropy"))
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=ranks.mesh)
+
+    def loss_of(model, rows):
+        output = model(input_ids=ids[rows], labels=labels[rows], num_items_in_batch=num_items, fused_lm_head=True)
+        return output.loss - 0.1 * output.entropy.sum()
+
+    true = loss_of(truth, slice(None))
+    true.backward()
+    apply(schedule="recompute")
+    try:
+        loss = loss_of(model, mine)
+        (loss * ranks.size).backward()
+    finally:
+        revert()
+    dist.all_reduce(loss := loss.detach())
+    ranks.is_close(loss, true)
+    check_gradients(ranks, model, truth)
+
+
 def check_transformers_tensor_parallel(ranks: Ranks) -> None:
     """A patched Llama whose lm_head is sharded over two ranks; with four ranks, two such pairs under FSDP2."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -472,6 +509,7 @@ INTEGRATIONS = {
     check_torchtitan_refuses: "torchtitan",
     check_transformers: "transformers",
     check_transformers_tensor_parallel: "transformers",
+    check_trl: "trl",
 }
 TWO = (*COMPILED, *EAGER, *INTEGRATIONS)
 # Meshes with two dimensions, and a rank that ignores all its targets.

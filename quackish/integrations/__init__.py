@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from quackish.integrations import torchtitan as torchtitan
     from quackish.integrations import transformers as transformers
+    from quackish.integrations import trl as trl
 else:
 
     def __getattr__(name: str):
-        if name in ("torchtitan", "transformers"):
+        if name in ("torchtitan", "transformers", "trl"):
             return importlib.import_module(f"quackish.integrations.{name}")
         raise AttributeError(f"module 'quackish.integrations' has no attribute {name!r}")
