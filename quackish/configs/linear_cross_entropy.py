@@ -207,11 +207,8 @@ def by_speed(
     sizes = [None, *(-(-m // n) or 1 for n in SPLITS)] if chunk_size is None else [chunk_size]
     configs = [config_of(problem, m, name, size) for name in names for size in sizes]
     if names == ("stored", "recompute") and problem.on_kernels and problem.has_exp_logits:
-        configs += [
-            LinearCrossEntropyConfig("recompute", config.chunk_rows, keeps_first=True)
-            for config in configs
-            if config.schedule == "recompute" and config.chunk_rows < m <= config.chunk_rows * KEPT_FROM
-        ]
+        rows = [n for name, n, *_ in configs if name == "recompute" and n < m <= n * KEPT_FROM]
+        configs += [LinearCrossEntropyConfig("recompute", n, keeps_first=True) for n in rows]
     return sorted(dict.fromkeys(configs), key=lambda config: expected_time(config, m, h))
 
 
@@ -264,7 +261,7 @@ class Block(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def recompute_blocks(
-    m: int, v: int, h: int, itemsize: int | None, scratch: int, most: int | None = None
+    m: int, v: int, h: int, itemsize: int | None, scratch: int, most: int = 1 << 31
 ) -> tuple[Block, ...]:
     """Divides the classes into few ascending blocks, because each block reads and writes dX's fp32 sums once.
 
@@ -278,8 +275,7 @@ def recompute_blocks(
     """
     blocks, v0 = [], 0
     while v - v0 > scratch:
-        fit = 0 if itemsize is None else _tail_tiles(m, v, v0, h * itemsize)
-        fit = fit if most is None else min(fit, most // COLUMN_MULTIPLE)
+        fit = 0 if itemsize is None else min(_tail_tiles(m, v, v0, h * itemsize), most // COLUMN_MULTIPLE)
         tiles = _block_tiles(m, h, max(fit, scratch // COLUMN_MULTIPLE))
         v1 = v0 + tiles * COLUMN_MULTIPLE
         blocks.append(Block(v0, v1, _tail_offset(m, v, v0, v1, h * itemsize) if tiles <= fit else None))

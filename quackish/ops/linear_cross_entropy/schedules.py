@@ -30,8 +30,8 @@ Schedules.
     chunked    forward: per chunk of rows the logits, dx, and dw added to an fp32 sum. backward: scales these.
     stored     forward: the logits of all rows, keeping exp_logits. backward: dx and dw from them.
     recompute  forward: the logits; dx if only a scalar factor is unknown; dw of the first classes if there is room.
-               backward: logits again, by blocks of classes, and the missing gradients. With `keeps_first`, exp_logits
-               of the first rows are kept, as in `stored`.
+               backward: logits again, by blocks of classes, and the missing gradients.
+               With `keeps_first`, exp_logits of the first rows are kept, as in `stored`.
 fp16 and label smoothing have no exp_logits (`has_exp_logits`). There `recompute` computes both gradients in
 backward from dlogits, which another GEMM epilogue writes.
 
@@ -262,8 +262,7 @@ def recompute_backward(call: Call, layout: Layout, saved: ForwardResult, needed:
 
     Of the first layout.kept slots, exp_logits are used. A block's dw is then summed in fp32 and rounded once.
     """
-    kernels, start, h, dtype = call.kernels, layout.kept, call.h, call.x.dtype
-    m = call.m - start
+    kernels, start, m, h, dtype = call.kernels, layout.kept, call.m - layout.kept, call.h, call.x.dtype
     dx, dw, db = allocate_grads(call, needed, call.dw_out is None and saved.dw is None)
     if saved.dw is not None:
         dw = saved.dw
@@ -321,13 +320,13 @@ class KeptRows(NamedTuple):
         if grads.dx is not None:
             grads.dx.zero_()  # ignored rows stay 0
         compute_grads(call, chunk, grads, split_tail=True)
+        sums = None
         if needed.dw:
             extract_targets(call, chunk, call.v)
-        if needed.dw and call.dw_out is not None:
-            add_to_dw_out(call, chunk.exp_logits.first, scaled_x, call.dw_out, chunk)
-        sums = None
-        if needed.dw not in (None, F32) and call.dw_out is None:
-            sums = call.device.matrix(max(v1 - v0 for v0, v1, _ in layout.blocks), call.h, F32)
+            if call.dw_out is not None:
+                add_to_dw_out(call, chunk.exp_logits.first, scaled_x, call.dw_out, chunk)
+            elif needed.dw != F32:
+                sums = call.device.matrix(max(v1 - v0 for v0, v1, _ in layout.blocks), call.h, F32)
         return cls(chunk, scaled_x, sums)
 
     def sum_dw(self, call: Call, v0: int, dlogits: Tensor, live_x: Tensor, dw: Tensor) -> None:

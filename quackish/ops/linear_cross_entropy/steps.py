@@ -301,10 +301,7 @@ def add_to_dw_out(
     call: Call, dlogits: Tensor, scaled_x: Tensor, out: Tensor, targets: Chunk | None = None,
     factor: Tensor | None = None, start: int = 0,
 ) -> None:  # fmt: skip
-    """out += factor * dlogits.T @ scaled_x, of slots `start` and up, plus the target terms of chunk `targets`.
-
-    `out`: the user's buffer.
-    """
+    """out += factor * dlogits.T @ scaled_x of slots `start` on, plus target terms of `targets`. out: the user's."""
     if not out.is_meta:
         check_memory("linear_cross_entropy", grad_weight_out=out)
     kernels, state = call.kernels, call.state
