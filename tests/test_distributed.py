@@ -4,6 +4,7 @@ Truth is one process with the whole batch in fp64. Ranks are gloo processes on t
 They start once and run all checks in order; the tests report what was found.
 """
 
+import copy
 import dataclasses
 import datetime
 import importlib.util
@@ -385,13 +386,14 @@ def check_transformers_tensor_parallel(ranks: Ranks) -> None:
 
 def check_torchtitan(ranks: Ranks) -> None:
     """torchtitan's Llama under its FSDP with our norms and loss, compared with the original in one process."""
+    from torchtitan.components.loss import CrossEntropyLoss
     from torchtitan.config.override import OverrideConfig, apply_overrides
     from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
     from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
-    def build(*overrides):
-        config = llama3_debugmodel()
+    def build(*overrides, **options):
+        config = dataclasses.replace(llama3_debugmodel(), **options)
         config.model_spec.model.layers = config.model_spec.model.layers[:2]
         for layer in config.model_spec.model.layers:
             layer.attention.inner_attention = ScaledDotProductAttention.Config()  # the default compiles, slowly
@@ -425,9 +427,60 @@ def check_torchtitan(ranks: Ranks) -> None:
     dist.all_reduce(loss := loss.detach())
     ranks.is_close(loss, true)
     check_gradients(ranks, ours, theirs)
+    _, same_loss = build("linear_cross_entropy", loss=CrossEntropyLoss.Config())
+    assert type(same_loss) is type(our_loss)
     summed, _ = our_loss(ours(ids[mine], positions), target[mine])  # as in validation
     dist.all_reduce(summed := summed.detach())
     ranks.is_close(summed, true * num_items)
+
+
+def check_torchtitan_mtp(ranks: Ranks) -> None:
+    """DeepSeek-V3 with two layers of multi-token prediction under FSDP, compared with the original in one process."""
+    from torchtitan.config.override import OverrideConfig, apply_overrides
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel_mtp
+    from torchtitan.models.deepseek_v3.mtp import MTPLoss, apply_fsdp_to_mtp_decoder
+
+    def build(*overrides):
+        config = deepseek_v3_debugmodel_mtp()
+        decoder = config.model_spec.model
+        decoder.layers = decoder.layers[:1]
+        decoder.mtp_layers = [copy.deepcopy(decoder.mtp_layers[0]) for _ in range(2)]
+        for layer in decoder.mtp_layers:  # a dense MLP, because its experts are for GPUs
+            layer.moe, layer.feed_forward = None, decoder.layers[0].feed_forward
+        for layer in (*decoder.layers, *decoder.mtp_layers):
+            layer.attention.inner_attention = ScaledDotProductAttention.Config()
+        apply_overrides(
+            OverrideConfig(imports=[f"quackish.integrations.torchtitan.{name}" for name in overrides]), config
+        )
+        with torch.device(ranks.mesh.device_type):
+            model = config.model_spec.model.build()
+            model.init_states()
+        return model, config.loss.build(compile_config=None)
+
+    (theirs, their_loss), (ours, our_loss) = build(), build("rms_norm", "linear_cross_entropy")
+    assert type(their_loss) is MTPLoss
+    ours.load_state_dict(theirs.state_dict())
+    our_loss.set_lm_head(ours.lm_head)
+    ours._skip_lm_head = True  # as torchtitan's trainer does
+    apply_fsdp_to_mtp_decoder(ours, ranks.mesh, param_dtype=ranks.dtype, reduce_dtype=FP32, pp_enabled=False)
+    for module in ours.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
+    ids, target = torch.randint(2048, (2, ranks.size, 16)).to(ranks.mesh.device_type)
+    target[1, :10] = -100
+    positions, num_items = torch.arange(16, device=ids.device).expand(2, -1), (target != -100).sum()
+    mine = slice(ranks.rank, ranks.rank + 1)
+    hidden = ours(ids[mine], positions[mine])
+    assert [h.shape[-1] for h in hidden] == [ours.lm_head.in_features] * 3
+    assert isinstance(ours.lm_head, nn.Linear)
+    loss, _ = our_loss(hidden, target[mine], num_items, positions=positions[mine])
+    loss.backward()
+    true, _ = their_loss(theirs(ids, positions), target, num_items, positions=positions)
+    true.backward()
+    dist.all_reduce(loss := loss.detach())
+    ranks.is_close(loss, true)
+    check_gradients(ranks, ours, theirs)
 
 
 def check_torchtitan_tensor_parallel(ranks: Ranks) -> None:
@@ -475,8 +528,9 @@ def check_torchtitan_refuses(ranks: Ranks) -> None:
 
     with pytest.raises(ValueError, match="schedule is 'fast'"):
         LinearCrossEntropyLoss.Config(schedule="fast").build()
-    with pytest.raises(ValueError, match=r"loss_fn is MSELoss\.Config"):
-        linear_cross_entropy(ChunkedLossWrapper.Config(loss_fn=MSELoss.Config()))
+    for config in (MSELoss.Config(), ChunkedLossWrapper.Config(loss_fn=MSELoss.Config())):
+        with pytest.raises(ValueError, match=r"loss is .*MSELoss\.Config\(.*, expected a Config of CrossEntropyLoss"):
+            linear_cross_entropy(config)
     loss, other = (LinearCrossEntropyLoss.Config(z_loss=z).build() for z in (0.0, 1.0))
     hidden, labels = torch.ones(1, 2, H), torch.zeros(1, 2, dtype=torch.int64)
     with pytest.raises(RuntimeError, match=r"no lm_head yet: call set_lm_head\(model.lm_head\)"):
@@ -505,6 +559,7 @@ EAGER = (
 )
 INTEGRATIONS = {
     check_torchtitan: "torchtitan",
+    check_torchtitan_mtp: "torchtitan",
     check_torchtitan_tensor_parallel: "torchtitan",
     check_torchtitan_refuses: "torchtitan",
     check_transformers: "transformers",
