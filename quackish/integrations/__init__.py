@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from quackish.integrations import torchtitan as torchtitan
+    from quackish.integrations import trainer as trainer
     from quackish.integrations import transformers as transformers
     from quackish.integrations import trl as trl
 else:
 
     def __getattr__(name: str):
-        if name in ("torchtitan", "transformers", "trl"):
+        if name in ("torchtitan", "trainer", "transformers", "trl"):
             return importlib.import_module(f"quackish.integrations.{name}")
         raise AttributeError(f"module 'quackish.integrations' has no attribute {name!r}")

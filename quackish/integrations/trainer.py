@@ -1,41 +1,39 @@
-"""A callback of Transformers' Trainer that applies quackish, for trainers that are configured by a file.
+"""A callback of Transformers' Trainer that applies quackish, for trainers that a file configures.
 
-    callbacks:
-      - _target_: quackish.integrations.trainer.QuackishCallback
-        schedule: recompute
+callbacks:
+  - _target_: quackish.integrations.trainer.QuackishCallback
+    schedule: recompute
 """
 
+import transformers as hf
 from torch import nn
-from transformers import TrainerCallback, TrainingArguments
 
 from quackish.integrations import transformers
 
 
-class QuackishCallback(TrainerCallback):
-    """Patches a Trainer's model as `quackish.integrations.transformers.apply` does, before it is wrapped.
+class QuackishCallback(hf.TrainerCallback):
+    """Patches the model of a Trainer with `quackish.integrations.transformers.apply`, before the model is wrapped.
 
-    In TRL's trainers, `quackish.integrations.trl.apply` replaces the loss, and only norms and experts of the model are
-    patched. A model that `model_init` builds anew is patched when training begins, which FSDP does not allow.
+    In TRL's trainers, `quackish.integrations.trl.apply` replaces the loss, so only norms and experts are patched. A
+    reference model is not patched, nor is a model that `model_init` builds when training begins: call `apply` there.
 
-    options: of `quackish.integrations.transformers.apply`, which also names the errors.
+    options: of `quackish.integrations.transformers.apply`, whose errors building the Trainer raises.
     """
 
     def __init__(self, **options):
         self.options = options
 
-    def on_init_end(self, args: TrainingArguments, state, control, model: nn.Module | None = None, **kwargs) -> None:
-        options = self.options
+    def on_init_end(self, args: hf.TrainingArguments, state, control, *, model: nn.Module, **others) -> None:
+        options = dict(self.options)
         if any(base.__module__.startswith("trl.") for base in type(args).__mro__):
             from quackish.integrations import trl
 
-            names = ("schedule", "chunk_size", "memory_limit")
-            if options.get("head", True):
-                trl.apply(**{name: options[name] for name in names if name in options})
-            options = {**options, "head": False}
+            of_loss = {
+                name: options.pop(name) for name in ("schedule", "chunk_size", "memory_limit") if name in options
+            }
+            if options.pop("head", True):
+                trl.apply(**of_loss)
             if not (options.get("norms", True) or options.get("experts", False)):
                 return
+            options["head"] = False
         transformers.apply(model, **options)
-
-    def on_train_begin(self, args: TrainingArguments, state, control, model: nn.Module | None = None, **kwargs) -> None:
-        if args.train_batch_size and not transformers.is_applied(model):
-            self.on_init_end(args, state, control, model)
