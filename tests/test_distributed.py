@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import datetime
 import importlib.util
+import itertools
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -546,6 +547,44 @@ def check_torchtitan_refuses(ranks: Ranks) -> None:
     ranks.is_close(other(hidden, labels)[0], 2 * (log_v + log_v**2))
 
 
+def check_megatron(ranks: Ranks) -> None:
+    """megatron-core's output layer and loss as one function, with and without tensor parallelism."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from quackish.integrations.megatron import output_layer_loss
+
+    for size, is_shared in itertools.product((1, 2), (False, True)):
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
+        config = TransformerConfig(
+            num_layers=1, hidden_size=H, num_attention_heads=2, use_cpu_initialization=True, add_bias_linear=False,
+            tensor_model_parallel_size=size,
+        )  # fmt: skip
+        model = GPTModel(config, get_gpt_layer_local_spec(), 64, 16, share_embeddings_and_output_weights=is_shared)
+        layer, weight = model.output_layer, model.shared_embedding_or_output_weight() if is_shared else None
+        owner = layer.weight if weight is None else weight
+        hidden, labels = torch.randn(8, 2, H, requires_grad=True), torch.randint(64, (2, 8))
+        grad = torch.rand(2, 8)
+        logits, _ = layer(hidden, weight=weight)
+        theirs = model.compute_language_model_loss(labels, logits)
+        wants = torch.autograd.grad(theirs, [hidden, owner], grad)
+        for sequence_parallel in (False, True)[:size]:
+            layer.sequence_parallel = sequence_parallel
+            mine = slice(4 * ranks.rank, 4 * ranks.rank + 4) if sequence_parallel else slice(None)
+            part = hidden.detach()[mine].requires_grad_()
+            ours = output_layer_loss(layer, part, labels, weight=weight)
+            got = torch.autograd.grad(ours, [part, owner], grad)
+            assert ours.shape == (2, 8)
+            for one, want in zip((ours, *got), (theirs, wants[0][mine], wants[1]), strict=True):
+                ranks.is_close(one, want.double())
+        config.defer_embedding_wgrad_compute = True
+        with pytest.raises(quackish.UnsupportedError, match="defer_embedding_wgrad_compute is True"):
+            output_layer_loss(layer, part, labels, weight=weight)
+        parallel_state.destroy_model_parallel()
+
+
 # Processes ------------------------------------------------------------------------------------------------------------
 
 COMPILED = (check_norm_is_compiled, check_compiled_under_fsdp)  # first, so that tracing registers the rules
@@ -565,6 +604,7 @@ INTEGRATIONS = {
     check_transformers: "transformers",
     check_transformers_tensor_parallel: "transformers",
     check_trl: "trl",
+    check_megatron: "megatron",
 }
 TWO = (*COMPILED, *EAGER, *INTEGRATIONS)
 # Meshes with two dimensions, and a rank that ignores all its targets.
