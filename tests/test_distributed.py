@@ -4,9 +4,11 @@ Truth is one process with the whole batch in fp64. Ranks are gloo processes on t
 They start once and run all checks in order; the tests report what was found.
 """
 
+import copy
 import dataclasses
 import datetime
 import importlib.util
+import itertools
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -305,6 +307,43 @@ def check_transformers(ranks: Ranks) -> None:
         check_gradients(ranks, model, truth)
 
 
+def check_trl(ranks: Ranks) -> None:
+    """TRL's head under FSDP2, in the root's group as accelerate shards it, compared with TRL's own in one process."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from trl.trainer.utils import add_fused_lm_head
+
+    from quackish.integrations.trl import apply, revert
+
+    ids, labels = batch(ranks)
+    num_items = (labels[:, 1:] != -100).sum()  # the head shifts labels
+    mine = slice(ranks.rank, ranks.rank + 1)
+    config = LlamaConfig(
+        vocab_size=V, hidden_size=H, intermediate_size=H, num_hidden_layers=1, num_attention_heads=2
+    )  # fmt: skip
+    truth, model = LlamaForCausalLM(config).double(), LlamaForCausalLM(config)
+    model.load_state_dict(truth.state_dict())
+    for each in (truth, model):
+        add_fused_lm_head(each, outputs=("log_probs", "entropy"))
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=ranks.mesh)
+
+    def loss_of(model, rows):
+        output = model(input_ids=ids[rows], labels=labels[rows], num_items_in_batch=num_items, fused_lm_head=True)
+        return output.loss - 0.1 * output.entropy.sum()
+
+    true = loss_of(truth, slice(None))
+    true.backward()
+    apply(schedule="recompute")
+    try:
+        loss = loss_of(model, mine)
+        (loss * ranks.size).backward()
+    finally:
+        revert()
+    dist.all_reduce(loss := loss.detach())
+    ranks.is_close(loss, true)
+    check_gradients(ranks, model, truth)
+
+
 def check_transformers_tensor_parallel(ranks: Ranks) -> None:
     """A patched Llama whose lm_head is sharded over two ranks; with four ranks, two such pairs under FSDP2."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -348,13 +387,14 @@ def check_transformers_tensor_parallel(ranks: Ranks) -> None:
 
 def check_torchtitan(ranks: Ranks) -> None:
     """torchtitan's Llama under its FSDP with our norms and loss, compared with the original in one process."""
+    from torchtitan.components.loss import CrossEntropyLoss
     from torchtitan.config.override import OverrideConfig, apply_overrides
     from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
     from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
-    def build(*overrides):
-        config = llama3_debugmodel()
+    def build(*overrides, **options):
+        config = dataclasses.replace(llama3_debugmodel(), **options)
         config.model_spec.model.layers = config.model_spec.model.layers[:2]
         for layer in config.model_spec.model.layers:
             layer.attention.inner_attention = ScaledDotProductAttention.Config()  # the default compiles, slowly
@@ -388,9 +428,60 @@ def check_torchtitan(ranks: Ranks) -> None:
     dist.all_reduce(loss := loss.detach())
     ranks.is_close(loss, true)
     check_gradients(ranks, ours, theirs)
+    _, same_loss = build("linear_cross_entropy", loss=CrossEntropyLoss.Config())
+    assert type(same_loss) is type(our_loss)
     summed, _ = our_loss(ours(ids[mine], positions), target[mine])  # as in validation
     dist.all_reduce(summed := summed.detach())
     ranks.is_close(summed, true * num_items)
+
+
+def check_torchtitan_mtp(ranks: Ranks) -> None:
+    """DeepSeek-V3 with two layers of multi-token prediction under FSDP, compared with the original in one process."""
+    from torchtitan.config.override import OverrideConfig, apply_overrides
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel_mtp
+    from torchtitan.models.deepseek_v3.mtp import MTPLoss, apply_fsdp_to_mtp_decoder
+
+    def build(*overrides):
+        config = deepseek_v3_debugmodel_mtp()
+        decoder = config.model_spec.model
+        decoder.layers = decoder.layers[:1]
+        decoder.mtp_layers = [copy.deepcopy(decoder.mtp_layers[0]) for _ in range(2)]
+        for layer in decoder.mtp_layers:  # a dense MLP, because its experts are for GPUs
+            layer.moe, layer.feed_forward = None, decoder.layers[0].feed_forward
+        for layer in (*decoder.layers, *decoder.mtp_layers):
+            layer.attention.inner_attention = ScaledDotProductAttention.Config()
+        apply_overrides(
+            OverrideConfig(imports=[f"quackish.integrations.torchtitan.{name}" for name in overrides]), config
+        )
+        with torch.device(ranks.mesh.device_type):
+            model = config.model_spec.model.build()
+            model.init_states()
+        return model, config.loss.build(compile_config=None)
+
+    (theirs, their_loss), (ours, our_loss) = build(), build("rms_norm", "linear_cross_entropy")
+    assert type(their_loss) is MTPLoss
+    ours.load_state_dict(theirs.state_dict())
+    our_loss.set_lm_head(ours.lm_head)
+    ours._skip_lm_head = True  # as torchtitan's trainer does
+    apply_fsdp_to_mtp_decoder(ours, ranks.mesh, param_dtype=ranks.dtype, reduce_dtype=FP32, pp_enabled=False)
+    for module in ours.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
+    ids, target = torch.randint(2048, (2, ranks.size, 16)).to(ranks.mesh.device_type)
+    target[1, :10] = -100
+    positions, num_items = torch.arange(16, device=ids.device).expand(2, -1), (target != -100).sum()
+    mine = slice(ranks.rank, ranks.rank + 1)
+    hidden = ours(ids[mine], positions[mine])
+    assert [h.shape[-1] for h in hidden] == [ours.lm_head.in_features] * 3
+    assert isinstance(ours.lm_head, nn.Linear)
+    loss, _ = our_loss(hidden, target[mine], num_items, positions=positions[mine])
+    loss.backward()
+    true, _ = their_loss(theirs(ids, positions), target, num_items, positions=positions)
+    true.backward()
+    dist.all_reduce(loss := loss.detach())
+    ranks.is_close(loss, true)
+    check_gradients(ranks, ours, theirs)
 
 
 def check_torchtitan_tensor_parallel(ranks: Ranks) -> None:
@@ -438,8 +529,9 @@ def check_torchtitan_refuses(ranks: Ranks) -> None:
 
     with pytest.raises(ValueError, match="schedule is 'fast'"):
         LinearCrossEntropyLoss.Config(schedule="fast").build()
-    with pytest.raises(ValueError, match=r"loss_fn is MSELoss\.Config"):
-        linear_cross_entropy(ChunkedLossWrapper.Config(loss_fn=MSELoss.Config()))
+    for config in (MSELoss.Config(), ChunkedLossWrapper.Config(loss_fn=MSELoss.Config())):
+        with pytest.raises(ValueError, match=r"loss is .*MSELoss\.Config\(.*, expected a Config of CrossEntropyLoss"):
+            linear_cross_entropy(config)
     loss, other = (LinearCrossEntropyLoss.Config(z_loss=z).build() for z in (0.0, 1.0))
     hidden, labels = torch.ones(1, 2, H), torch.zeros(1, 2, dtype=torch.int64)
     with pytest.raises(RuntimeError, match=r"no lm_head yet: call set_lm_head\(model.lm_head\)"):
@@ -455,6 +547,44 @@ def check_torchtitan_refuses(ranks: Ranks) -> None:
     ranks.is_close(other(hidden, labels)[0], 2 * (log_v + log_v**2))
 
 
+def check_megatron(ranks: Ranks) -> None:
+    """megatron-core's output layer and loss as one function, with and without tensor parallelism."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from quackish.integrations.megatron import output_layer_loss
+
+    for size, is_shared in itertools.product((1, 2), (False, True)):
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
+        config = TransformerConfig(
+            num_layers=1, hidden_size=H, num_attention_heads=2, use_cpu_initialization=True, add_bias_linear=False,
+            tensor_model_parallel_size=size,
+        )  # fmt: skip
+        model = GPTModel(config, get_gpt_layer_local_spec(), 64, 16, share_embeddings_and_output_weights=is_shared)
+        layer, weight = model.output_layer, model.shared_embedding_or_output_weight() if is_shared else None
+        owner = layer.weight if weight is None else weight
+        hidden, labels = torch.randn(8, 2, H, requires_grad=True), torch.randint(64, (2, 8))
+        grad = torch.rand(2, 8)
+        logits, _ = layer(hidden, weight=weight)
+        theirs = model.compute_language_model_loss(labels, logits)
+        wants = torch.autograd.grad(theirs, [hidden, owner], grad)
+        for sequence_parallel in (False, True)[:size]:
+            layer.sequence_parallel = sequence_parallel
+            mine = slice(4 * ranks.rank, 4 * ranks.rank + 4) if sequence_parallel else slice(None)
+            part = hidden.detach()[mine].requires_grad_()
+            ours = output_layer_loss(layer, part, labels, weight=weight)
+            got = torch.autograd.grad(ours, [part, owner], grad)
+            assert ours.shape == (2, 8)
+            for one, want in zip((ours, *got), (theirs, wants[0][mine], wants[1]), strict=True):
+                ranks.is_close(one, want.double())
+        config.defer_embedding_wgrad_compute = True
+        with pytest.raises(quackish.UnsupportedError, match="defer_embedding_wgrad_compute is True"):
+            output_layer_loss(layer, part, labels, weight=weight)
+        parallel_state.destroy_model_parallel()
+
+
 # Processes ------------------------------------------------------------------------------------------------------------
 
 COMPILED = (check_norm_is_compiled, check_compiled_under_fsdp)  # first, so that tracing registers the rules
@@ -468,10 +598,13 @@ EAGER = (
 )
 INTEGRATIONS = {
     check_torchtitan: "torchtitan",
+    check_torchtitan_mtp: "torchtitan",
     check_torchtitan_tensor_parallel: "torchtitan",
     check_torchtitan_refuses: "torchtitan",
     check_transformers: "transformers",
     check_transformers_tensor_parallel: "transformers",
+    check_trl: "trl",
+    check_megatron: "megatron",
 }
 TWO = (*COMPILED, *EAGER, *INTEGRATIONS)
 # Meshes with two dimensions, and a rank that ignores all its targets.

@@ -46,7 +46,9 @@ LAYERS = {
     "testing": Layer(
         quackish="errors gpu configs reference launch kernels ops", outside="torch", lazy="cutlass tvm_ffi triton"
     ),
-    "integrations": Layer(quackish="errors parallel types", outside="torch torchtitan transformers typing_extensions"),
+    "integrations": Layer(
+        quackish="errors parallel types", outside="megatron torch torchtitan transformers trl typing_extensions"
+    ),
     "emulation": Layer(quackish="errors gpu launch ops", outside="torch", lazy="emulator"),
     "work": Layer(quackish="errors gpu configs kernels"),
     "profiling": Layer(quackish="errors gpu configs kernels launch work", outside="torch"),

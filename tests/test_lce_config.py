@@ -7,6 +7,7 @@ import pytest
 from quackish.configs.linear_cross_entropy import (
     CHUNK_BYTES,
     COLUMN_MULTIPLE,
+    KEPT_BLOCK,
     MAX_CHUNK_BYTES,
     ONE_CHUNK_BYTES,
     STORED_BYTES,
@@ -54,6 +55,28 @@ def test_when_recompute_computes_dx_in_forward():
     assert not kernel_config(LinearCrossEntropyProblem(128_256, 4096, "bfloat16", "mean"), 1, "chunked").dx_in_forward
 
 
+def test_rows_whose_exp_logits_are_kept():
+    def of(m, v=128_256, h=4096, dtype="bfloat16", chunk=None, asked="auto", **kw):
+        problem = LinearCrossEntropyProblem(v, h, dtype, kw.pop("reduction", "none"), **kw)
+        config = kernel_config(problem, m, asked, chunk)
+        assert config.schedule == ("stored" if m * v * 2 <= STORED_BYTES else "recompute") or asked != "auto"
+        layout = choose_layout(*config, m, v, h, True, 2, True, False)
+        assert layout.kept == (m if config.schedule == "stored" else config.chunk_rows * config.keeps_first)
+        assert max(b.v1 - b.v0 for b in layout.blocks or [Block(0, 0, 0)]) <= KEPT_BLOCK or not config.keeps_first
+        return layout.kept
+
+    assert [of(m) for m in (8192, 12_288, 16_384, 32_768, 65_536)] == [8192, 6144, 8192, 6784, 0]
+    assert of(16_384, reduction="mean", return_lse=True) == 8192
+    assert of(16_384, chunk=3000) == 2816  # as forward's chunks
+    assert of(16_384, chunk=1024) == 0  # less than an eighth
+    assert of(16_384, asked="recompute") == 0
+    assert of(16_384, reduction="mean", grad_weight_out=True) == 0  # dX is computed in forward
+    assert of(16_384, reduction="mean", asked="recompute") == 0
+    for kw in (dict(dtype="float16"), dict(label_smoothing=True)):
+        problem = LinearCrossEntropyProblem(128_256, 4096, kw.pop("dtype", "bfloat16"), "none", **kw)
+        assert not kernel_config(problem, 16_384).keeps_first
+
+
 def test_chunk_rows():
     for v, (m, most) in itertools.product((2, 256, 32_000, 128_256, 262_144, 10**9), ((1, 14_336), (10**9, 10_240))):
         problem = LinearCrossEntropyProblem(v, 4096, "bfloat16", "mean")
@@ -91,7 +114,6 @@ def test_first_classes():
 def test_layouts_of_the_headline_shape():
     def of(schedule, m=8192, v=128_256, h=4096, chunk=None, dx=True, dw=2, owns_dw=True, dw_in_forward=False):
         config = kernel_config(LinearCrossEntropyProblem(v, h, "bfloat16", "mean"), m, schedule, chunk)
-        config = config.schedule, config.chunk_rows, config.dx_in_forward, config.dw_in_chunks
         return choose_layout(*config, m, v, h, dx, dw, owns_dw, dw_in_forward)
 
     assert of("chunked")[:3] == (8192, 42_752, 350_224_384)  # a third of exp_logits in dw's storage
@@ -99,7 +121,7 @@ def test_layouts_of_the_headline_shape():
     assert of("chunked", dw=None).columns == 0
     assert of("recompute", dw_in_forward=True)[:3] == (2048, 42_240, 358_612_992)
     assert of("recompute", dw_in_forward=True).blocks == of("recompute").blocks[1:]
-    assert of("recompute", chunk=4096) == (4096, 0, 0, (), 768)
+    assert of("recompute", chunk=4096)[:5] == (4096, 0, 0, (), 768)
     assert of("recompute", chunk=8192).dw_block == of("recompute", chunk=4096, owns_dw=False).dw_block == 0
     assert of("recompute", dw=None).chunk_rows == 1024  # 256 MiB of exp_logits
     assert of("recompute", dx=False, dw=None).chunk_rows == 4096  # none are stored

@@ -58,6 +58,13 @@ def test_order_of_candidates():
     assert [name for name, _ in known if name == "stored"] == []
     assert [name for name, _ in (late[0], late[-1])] == ["stored", "recompute"]
     assert {name for name, _ in late} == {"stored", "recompute"}
+    many = [
+        tuple(config)
+        for config in by_speed(LinearCrossEntropyProblem(128_256, 4096, "bfloat16", "none"), 8192, 4096, "auto", None)
+    ]
+    kept = [rows for _, rows, *_, keeps in many if keeps]
+    assert kept == [4096, 2816, 2048, 1664, 1408, 1280, 1024]  # of 8192: the most first
+    assert many.index(("recompute", 1024, False, False, True)) < many.index(("recompute", 14_336, False, False, False))
     assert list(dict.fromkeys(name for name, _ in out)) == ["stored", "chunked", "recompute"]
     assert order(chunk_size=1000) == [("chunked", 1024), ("recompute", 1024)]
     assert {name for name, _ in order("stored")} == {"stored"}
@@ -120,6 +127,16 @@ def test_peaks_of_the_headline_shape():
     assert dry_run(8192).peak <= 2.69e9
     assert dry_run(8192, schedule="recompute").peak <= 1.30e9
     assert dry_run(8192, schedule="recompute", chunk_size=4096).peak <= 1.18e9
+
+
+@pytest.mark.parametrize("m, h, v", [(9000, 2048, 128_256), (12_288, 4096, 128_256), (16_384, 4096, 128_256),
+    (32_768, 4096, 128_256), (16_384, 4096, 262_144), (16_384, 8192, 128_256), (8192, 640, 262_144)])  # fmt: skip
+def test_kept_exp_logits_take_no_more_than_mean(m, h, v):
+    mean, recompute = dry_run(m, h, v).peak, dry_run(m, h, v, reduction="none", schedule="recompute").peak
+    for options in ({}, dict(return_stats=True)):
+        kept = dry_run(m, h, v, reduction="none", **options)
+        assert kept.plan.keeps_first
+        assert recompute < kept.peak <= mean
 
 
 def test_peak_of_several_chunks():

@@ -16,6 +16,7 @@ import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
 
+import quackish
 from quackish.configs.gemm import NUM_TICKETS
 from quackish.configs.linear_cross_entropy import first_classes, recompute_blocks, shared_storage
 from quackish.errors import UnsupportedError
@@ -109,6 +110,77 @@ def test_recompute_starts_dw_in_forward(m, live, name, dw_dtype, narrow, path):
     for got, want in zip(first, wants, strict=True):
         assert norm_error(got, 0.7 * want) <= 4 * unit_roundoff(BF16)
     assert norm_error(only_dx, 0.7 * wants[0]) <= 4 * unit_roundoff(BF16)
+
+
+@pytest.fixture
+def keeps_first(limits):
+    """Makes "auto" keep exp_logits of the first 128 rows, and divide the classes into several blocks."""
+    limits(STORED_BYTES=0, rows_to_keep=lambda *args: 128, scratch_columns=lambda *args: 256, KEPT_BLOCK=512)
+
+
+@pytest.mark.parametrize("dw_dtype", [BF16, FP32])
+@pytest.mark.parametrize("name", ["plain", "bias", "scaled"])
+@pytest.mark.parametrize("live", [300, 200, 128, 60, 0])
+def test_exp_logits_of_the_first_chunk_are_kept(live, name, dw_dtype, keeps_first, path):
+    m, h, v = 300, 64, 2500
+    x, w, target, kw = path.case(m, h, v, dtype=dw_dtype, **OPTIONS[name])
+    target[: m - live] = IGNORED
+    grad = torch.rand(m, **path.here)
+    with torch.autocast(path.device.type, dtype=BF16, enabled=dw_dtype == FP32):
+        loss = path.call(x, w, target, reduction="none", **kw)
+        assert path.calls["logits"] == 3  # chunks of 128 rows
+        blocks = recompute_blocks(m - 128, v, h, dw_dtype.itemsize, 256, 512)
+        inputs = parameters(x, w, kw)
+        path.calls.clear()
+        grads = torch.autograd.grad(loss, inputs, grad, retain_graph=True)
+        assert path.calls["dlogits"] == path.calls["TargetsArgs"] == len(blocks) > 4
+        assert path.calls["dw"] == 2 * len(blocks)
+        assert path.calls["dx"] == 1 + len(blocks)
+        again = torch.autograd.grad(loss, inputs, grad, retain_graph=True)
+        (only_dx,) = torch.autograd.grad(path.call(x, w.detach(), target, reduction="none", **kw), [x], grad)
+        buffer = torch.zeros(w.shape, **path.here)
+        path.call(x, w, target, reduction="none", grad_weight_out=buffer, **kw).backward(grad)
+        all_recomputed = path.call(x, w, target, reduction="none", schedule="recompute", **kw)
+    assert same_bits(loss, all_recomputed)
+    assert all(map(same_bits, grads, again))
+    rounded = [t.detach().bfloat16() for t in (x, w)]
+    true_loss, _, wants = truth(*rounded, target, kw | {"reduction": "none"}, grad)
+    torch.testing.assert_close(loss.double(), true_loss, rtol=1e-4, atol=1e-4)
+    for got, want in zip([*grads, only_dx, buffer], [*wants, *wants[:2]], strict=True):
+        assert norm_error(got, want) <= 4 * unit_roundoff(BF16)
+
+
+@pytest.mark.parametrize("output", ["lse", "log_prob", "entropy"])
+def test_gradients_of_statistics_with_kept_exp_logits(output, keeps_first, path):
+    x, w, target, _ = path.case(300, 64, 2500)
+    _, stats = path.call(x, w, target, return_stats=True)
+    grad = torch.rand(300, **path.here)
+    path.calls.clear()
+    got = torch.autograd.grad(getattr(stats, output), [x, w], grad)
+    recomputes_all = output == "entropy"
+    assert (path.calls["TargetsArgs"] == 0) == recomputes_all
+    x64, w64 = (t.detach().double().requires_grad_() for t in (x, w))
+    _, true = quackish.linear_cross_entropy(x64, w64, target, return_stats=True)
+    for mine, want in zip(got, torch.autograd.grad(getattr(true, output), [x64, w64], grad.double()), strict=True):
+        assert norm_error(mine, want) <= 4 * unit_roundoff(BF16)
+
+
+def test_kept_exp_logits_are_compiled(keeps_first, path):
+    """One graph for several M."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    def step(x, w, target):
+        return path.call(x * 1, w, target, reduction="none")
+
+    compiled = torch.compile(step, fullgraph=True, backend=counter, dynamic=True)
+    for m in (300, 290, 257):
+        x, w, target, _ = path.case(m, 64, 2500)
+        path.calls.clear()
+        want, got = (torch.autograd.grad(f(x, w, target).sum(), [x, w]) for f in (step, compiled))
+        assert path.calls["TargetsArgs"] > 0
+        assert all(map(same_bits, got, want))
+    assert counter.frame_count <= 2
 
 
 @pytest.mark.parametrize("dw_dtype", [BF16, FP32])

@@ -101,6 +101,17 @@ def test_every_schedule_in_the_emulator(name, reduction, schedule, path):
         path.check(x, w, target, kw, grad, None, schedule=schedule)
 
 
+@pytest.mark.parametrize(
+    "path", ["cublas-cpu", *(pytest.param(path, marks=pytest.mark.exhaustive) for path in IN_EMULATOR)], indirect=True
+)
+def test_kept_exp_logits(path, limits):
+    """test_lce_schedules.py has more cases, on our GEMM."""
+    limits(STORED_BYTES=0, rows_to_keep=lambda *args: 128)
+    x, w, target, kw = path.case(m=200, bias=True, reduction="none")
+    path.check(x, w, target, kw, torch.rand(200, **path.here))
+    assert path.calls["TargetsArgs"] == path.calls["dw"] // 2 >= 1
+
+
 @on_portable_and_kernels
 @pytest.mark.parametrize("name", ["plain", "unsmoothed", "all"])
 def test_error_is_rounding_error_and_below_pytorchs(name, path):

@@ -122,7 +122,8 @@ def frontier(args: Args, gpu: Gpu) -> list[Point]:
     """What each `memory_limit` selects for a call of linear cross entropy, the fastest first."""
     (m, h), (_, request, options), points = args["input"].shape, _linear_cross_entropy(args, gpu), []
     for config, needs in memory.frontier(request, options.schedule, options.chunk_size, gpu):
-        has_chunks = not args["input"].requires_grad or config.schedule == "chunked" or config.dw_in_chunks
+        has_chunks = config.schedule == "chunked" or config.dw_in_chunks or config.keeps_first
+        has_chunks = has_chunks or not args["input"].requires_grad
         rows = even_chunks(m, config.chunk_rows) if has_chunks else None
         points.append(Point(config, needs, rows, expected_time(config, m, h)))
     return points
@@ -182,6 +183,7 @@ def _schedule(plan: Plan, args: Args, options: Options) -> str:
         text = plan.schedule + (", as given" if is_given else f" in place of {options.schedule}")
     if reasons and plan.schedule != "chunked":
         text += f"; gradients are computed in backward because of {reasons}"
+    text += "; exponentials of the first chunk are kept" * plan.keeps_first
     return text + "; the input's gradient is computed in forward" * plan.dx_in_forward
 
 

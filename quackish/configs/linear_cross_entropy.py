@@ -50,6 +50,7 @@ class LinearCrossEntropyConfig(NamedTuple):
     # `recompute` on kernels:
     dx_in_forward: bool = False  # forward computes the input's gradient, chunk by chunk
     dw_in_chunks: bool = False  # backward computes the weight's gradient in chunks of chunk_rows
+    keeps_first: bool = False  # exp_logits of the first chunk are kept for backward
 
 
 def linear_cross_entropy_config(
@@ -106,6 +107,11 @@ MIN_BLOCK = 2816
 # classes make 64 cluster tiles per GEMM, one wave; 1024 classes make 96, almost two. Relative to `recompute` without
 # chunk_size that took 1.46 and 1.57 of the time (H200, M 8192, H 4096, V 128256, in two runs).
 DW_BLOCK = 768
+# `recompute` keeps exp_logits of at least an eighth of the rows, 3 % of the GEMMs' time, or of none.
+KEPT_FROM = 8
+# Maximum classes per block if exp_logits of some rows are kept: 268 MB of fp32 sums of dW at H 4096. Not tuned.
+KEPT_BLOCK = 1 << 14
+KEPT_SCRATCH = 1 << 27  # bytes of partial sums, of GEMMs and rows
 COLUMN_MULTIPLE = 256  # of the classes of a block, and of the class where exp_logits are split
 OFFSET_MULTIPLE = 1024  # bytes, of a buffer's offset in another buffer's storage
 
@@ -120,14 +126,15 @@ def kernel_config(
       more. A `chunk_size` is rounded up. `even_chunks` then makes the chunks of a call equal.
     - "auto" is `chunked`, except when gradients are known only in backward (reduction "none", a returned lse) or dW is
       added to the user's buffer, which forward must not write. Then it is `stored` if exp_logits of all rows fit in
-      STORED_BYTES, else `recompute`.
+      STORED_BYTES, else `recompute`, which keeps those of `rows_to_keep` rows if forward can compute no gradient.
     - `chunked` with reduction "none", and every problem without exp_logits, is `recompute`.
     - `recompute` computes dX in forward if possible, chunk by chunk, with exp_logits in the future storage of dW. So by
       default a chunk has at most H rows, or fewer if forward also computes dW of some classes (`first_classes`). If dW
       is added to the user's buffer, exp_logits fit in SCRATCH_BYTES_NO_DW instead. With a `chunk_size` below M,
       backward sums dW in fp32 over chunks of that size, DW_BLOCK classes at a time.
     """
-    if schedule == "auto":
+    is_auto = schedule == "auto"
+    if is_auto:
         schedule = "chunked"
         if problem.reduction == "none" or problem.return_lse or problem.grad_weight_out:
             schedule = "stored" if m * problem.v * E_ITEMSIZE <= STORED_BYTES else "recompute"
@@ -144,7 +151,28 @@ def kernel_config(
         if dx_in_forward:
             room = SCRATCH_BYTES_NO_DW if problem.grad_weight_out else E_ITEMSIZE * problem.v * problem.h
             chunk_size = min(chunk_size, rows_that_fit(room, problem.v))
-    return LinearCrossEntropyConfig(schedule, round_up(chunk_size, ROW_MULTIPLE), dx_in_forward, dw_in_chunks)
+    chunk_size = round_up(chunk_size, ROW_MULTIPLE)
+    if is_auto and schedule == "recompute" and problem.has_exp_logits and not dx_in_forward:
+        kept = rows_to_keep(m, problem.v, problem.h, chunk_size)
+        if kept * KEPT_FROM >= m:
+            return LinearCrossEntropyConfig(schedule, kept, keeps_first=True)
+    return LinearCrossEntropyConfig(schedule, chunk_size, dx_in_forward, dw_in_chunks)
+
+
+def rows_to_keep(m: int, v: int, h: int, chunk_rows: int) -> int:
+    """The rows whose exp_logits `recompute` keeps: a chunk of "mean", or fewer, so that it takes no more memory.
+
+    In addition to the gradients, "mean" takes exp_logits of a chunk and the bytes of a 16-bit dW, because it sums dW in
+    fp32; with a single chunk, the part of exp_logits that dW's storage does not hold. Backward of `recompute` also
+    takes fp32 sums of dX and of a block of dW, rows of x, and the scratch for dlogits.
+    """
+    if m <= chunk_rows:
+        room = m * m * v * E_ITEMSIZE // (m + h)
+    else:
+        chunk_rows = even_chunks(m, chunk_rows)
+        room = (chunk_rows + h) * v * E_ITEMSIZE
+    room -= (4 * min(KEPT_BLOCK, v) + 6 * m) * h + 2 * MIN_BLOCK * m + KEPT_SCRATCH
+    return min(chunk_rows, room // (E_ITEMSIZE * v) // ROW_MULTIPLE * ROW_MULTIPLE)
 
 
 def config_of(
@@ -168,7 +196,7 @@ def by_speed(
 
     - `schedule` "auto": `chunked` or `recompute`; `stored` or `recompute` if gradients are known only in backward; all
       three if dW is added to the user's buffer. `stored` takes more memory than `chunked` in one chunk.
-    - `chunk_size` None: the default, or M / n for each n in SPLITS.
+    - `chunk_size` None: the default, or M / n for each n in SPLITS. Such a chunk may be kept, as in `kernel_config`.
     """
     names = (schedule,)
     if schedule == "auto":
@@ -178,6 +206,9 @@ def by_speed(
             names = SCHEDULES
     sizes = [None, *(-(-m // n) or 1 for n in SPLITS)] if chunk_size is None else [chunk_size]
     configs = [config_of(problem, m, name, size) for name in names for size in sizes]
+    if names == ("stored", "recompute") and problem.on_kernels and problem.has_exp_logits:
+        rows = [n for name, n, *_ in configs if name == "recompute" and n < m <= n * KEPT_FROM]
+        configs += [LinearCrossEntropyConfig("recompute", n, keeps_first=True) for n in rows]
     return sorted(dict.fromkeys(configs), key=lambda config: expected_time(config, m, h))
 
 
@@ -194,6 +225,8 @@ def expected_time(config: LinearCrossEntropyConfig, m: int, h: int) -> float:
     if config.schedule == "chunked":
         # The fp32 sums of dW are read and written once per chunk.
         return 0.99 if m <= config.chunk_rows else 0.99 + 0.26 * (1024 / rows) ** 1.5
+    if config.keeps_first:  # not measured: their part of the fourth GEMM
+        return 1.24 - 0.24 * rows / m
     sums = 9.5e6 / (rows * h) if config.dw_in_chunks and m > config.chunk_rows else 0.0
     return 1.24 + sums
 
@@ -227,7 +260,9 @@ class Block(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def recompute_blocks(m: int, v: int, h: int, itemsize: int | None, scratch: int) -> tuple[Block, ...]:
+def recompute_blocks(
+    m: int, v: int, h: int, itemsize: int | None, scratch: int, most: int = 1 << 31
+) -> tuple[Block, ...]:
     """Divides the classes into few ascending blocks, because each block reads and writes dX's fp32 sums once.
 
     itemsize: of dW (v, h); None if its storage is the user's. A block's rows of dW follow those of earlier blocks, and
@@ -236,11 +271,11 @@ def recompute_blocks(m: int, v: int, h: int, itemsize: int | None, scratch: int)
     until they have `scratch` classes (a multiple of 256), whose dlogits fit in the scratch.
 
     A block's width, in whole tiles, minimizes the cost per class among the widths from half of the widest that fits,
-    at most WIDTHS of them.
+    at most WIDTHS of them. No block has more than `most` classes, a multiple of 256 that is at least `scratch`.
     """
     blocks, v0 = [], 0
     while v - v0 > scratch:
-        fit = 0 if itemsize is None else _tail_tiles(m, v, v0, h * itemsize)
+        fit = 0 if itemsize is None else min(_tail_tiles(m, v, v0, h * itemsize), most // COLUMN_MULTIPLE)
         tiles = _block_tiles(m, h, max(fit, scratch // COLUMN_MULTIPLE))
         v1 = v0 + tiles * COLUMN_MULTIPLE
         blocks.append(Block(v0, v1, _tail_offset(m, v, v0, v1, h * itemsize) if tiles <= fit else None))
@@ -332,14 +367,15 @@ class Layout(NamedTuple):
     offset: int = 0
     blocks: tuple[Block, ...] = ()  # of backward of `recompute`
     dw_block: int = 0  # classes per block if backward of `recompute` sums dW over forward's chunks; 0: no sums
+    kept: int = 0  # the first slots, whose exp_logits are kept for backward: all of `stored`
 
 
 @functools.lru_cache(maxsize=4096)
 def choose_layout(
-    schedule: str, chunk_rows: int, dx_in_forward: bool, dw_in_chunks: bool, m: int, v: int, h: int, dx: bool,
-    dw: int | None, owns_dw: bool, dw_in_forward: bool,
+    schedule: str, chunk_rows: int, dx_in_forward: bool, dw_in_chunks: bool, keeps_first: bool, m: int, v: int, h: int,
+    dx: bool, dw: int | None, owns_dw: bool, dw_in_forward: bool,
 ) -> Layout:  # fmt: skip
-    """The layout of a call on kernels. The first four arguments are a LinearCrossEntropyConfig.
+    """The layout of a call on kernels. The first five arguments are a LinearCrossEntropyConfig.
 
     dx: whether the input has a gradient. dw: the itemsize of the weight's gradient, None without one. owns_dw: dW is
     allocated, not added to the user's buffer. dw_in_forward: `recompute` may compute dW of the first classes in
@@ -350,8 +386,13 @@ def choose_layout(
         if dw and m <= chunk_rows and m * v * E_ITEMSIZE > SHARED_FROM:
             shared = shared_storage(m, v, h, dw)
         return Layout(even_chunks(m, chunk_rows), *(shared[1:] if shared else (0, 0)))
+    kept = rows_kept(schedule, chunk_rows, keeps_first, m)
     if schedule == "stored":
-        return Layout(even_chunks(m, chunk_rows))
+        return Layout(even_chunks(m, chunk_rows), kept=kept)
+    if kept:
+        scratch = scratch_columns(m - kept, bool(dw and owns_dw), dx)
+        blocks = recompute_blocks(m - kept, v, h, dw if owns_dw else None, scratch, max(KEPT_BLOCK, scratch))
+        return Layout(kept, blocks=blocks, kept=kept)
     if dw_in_chunks and owns_dw and dw and m > chunk_rows:
         return Layout(even_chunks(m, chunk_rows), dw_block=min(DW_BLOCK, v))
     scratch = scratch_columns(m, bool(dw and owns_dw), dx and not dx_in_forward)
@@ -364,6 +405,13 @@ def choose_layout(
     if dx and dx_in_forward and not dw and not dw_in_chunks:  # there is no storage of dW for exp_logits
         chunk_rows = min(chunk_rows, rows_that_fit(SCRATCH_BYTES_NO_DW, v))
     return Layout(even_chunks(m, chunk_rows), blocks=blocks)
+
+
+def rows_kept(schedule: str, chunk_rows: int, keeps_first: bool, m: int) -> int:
+    """The slots whose exp_logits forward keeps for backward."""
+    if schedule == "stored":
+        return m
+    return chunk_rows if keeps_first and m > chunk_rows else 0
 
 
 def round_up(n: int, multiple: int) -> int:

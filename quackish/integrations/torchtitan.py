@@ -11,6 +11,7 @@ from torchtitan.components.loss import IGNORE_INDEX, BaseLoss, ChunkedLossWrappe
 from torchtitan.config import CompileConfig
 from torchtitan.config.override import derive, override
 from torchtitan.models import common
+from torchtitan.models.deepseek_v3.mtp import MTPDecoder, MTPLoss
 from torchtitan.protocols.module import Module
 
 import quackish
@@ -83,13 +84,56 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):  # for subclasses of it, the t
         return self.lm_head(pred, target=labels, ignore_index=IGNORE_INDEX, **divisor, **self.options), {}
 
 
+class MTPLinearCrossEntropyLoss(LinearCrossEntropyLoss):
+    """torchtitan's MTPLoss on hidden states: the main loss, plus mtp_scale times the mean of the depths' losses."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(LinearCrossEntropyLoss.Config):
+        mtp_scale: float = 0.3
+
+    def __init__(self, config: Config, *, compile_config: CompileConfig | None = None):
+        super().__init__(config)
+        self.loss = MTPLoss.Config(mtp_scale=config.mtp_scale).build(compile_config=None)
+        self.loss.fn = self._summed
+
+    def _summed(self, hidden: Tensor, labels: Tensor, *, global_vocab_size: int | None) -> Tensor:
+        return super().__call__(hidden, labels)[0]
+
+    def __call__(  # type: ignore[override]
+        self, pred: list[Tensor], labels: Tensor, global_valid_tokens: Tensor | None = None, **loss_inputs
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        return self.loss(pred, labels, global_valid_tokens, **loss_inputs)
+
+
+_MTP_FORWARD = MTPDecoder.forward
+
+
+def _hidden_states_of_mtp(self: MTPDecoder, *args, **kwargs):
+    """MTPDecoder.forward, which supports `_skip_lm_head` only without MTP layers; without lm_head it skips it too."""
+    if not self._skip_lm_head or self.mtp_layers is None:
+        return _MTP_FORWARD(self, *args, **kwargs)
+    lm_head, self.lm_head, self._skip_lm_head = self.lm_head, None, False
+    try:
+        return _MTP_FORWARD(self, *args, **kwargs)
+    finally:
+        self.lm_head, self._skip_lm_head = lm_head, True
+
+
 @override(target=common.RMSNorm.Config, exact=True, description="RMSNorm: quackish")
 def rms_norm(config: common.RMSNorm.Config) -> RMSNorm.Config:
     return derive(config, RMSNorm.Config)
 
 
-@override(target=ChunkedLossWrapper.Config, exact=True, description="lm_head and cross entropy: quackish")
-def linear_cross_entropy(config: ChunkedLossWrapper.Config, **options) -> LinearCrossEntropyLoss.Config:
-    if type(config.loss_fn) is not CrossEntropyLoss.Config:
-        raise ValueError(f"linear_cross_entropy: loss_fn is {config.loss_fn!r}, expected a CrossEntropyLoss.Config")
+@override(target=BaseLoss.Config, fqns=["loss"], description="lm_head and cross entropy: quackish")
+def linear_cross_entropy(config: BaseLoss.Config, **options) -> LinearCrossEntropyLoss.Config:
+    if type(config) is MTPLoss.Config:
+        if MTPDecoder.forward is _MTP_FORWARD:
+            MTPDecoder.forward = _hidden_states_of_mtp
+        return MTPLinearCrossEntropyLoss.Config(mtp_scale=config.mtp_scale, **options)
+    loss_fn = config.loss_fn if type(config) is ChunkedLossWrapper.Config else config
+    if type(loss_fn) is not CrossEntropyLoss.Config:
+        raise ValueError(
+            f"linear_cross_entropy: loss is {config!r}, expected a Config of CrossEntropyLoss, of ChunkedLossWrapper "
+            "around it, or of MTPLoss"
+        )
     return LinearCrossEntropyLoss.Config(**options)

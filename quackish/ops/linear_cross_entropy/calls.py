@@ -24,6 +24,7 @@ class Plan(NamedTuple):
     chunk_rows: int = 0
     dx_in_forward: bool = False
     dw_in_chunks: bool = False
+    keeps_first: bool = False
 
     @property
     def options(self) -> tuple:
@@ -133,8 +134,8 @@ class ForwardResult(NamedTuple):
 
     loss: Tensor | None  # (m,) fp32, already divided for `mean`: the reduced loss is their sum
     grads: Grads = Grads()
-    live_x: Tensor | None = None  # (m, h), the live rows of x; `stored`
-    exp_logits: Tensor | None = None  # (m, v) with padded row stride; `stored`
+    live_x: Tensor | None = None  # (layout.kept, h), the live rows of x
+    exp_logits: Tensor | None = None  # (layout.kept, v) with padded row stride
     dw: Tensor | None = None  # (v, h) with its first `dw_classes` rows computed; `recompute`
     dw_classes: int = 0
 

@@ -104,7 +104,7 @@ def problem_for(plan: Plan, v: int, h: int, return_lse: bool, has_out: bool) -> 
 
 def choose_within_limit(
     memory_limit: int, request: tuple, schedule: str, chunk_size: int | None, gpu: Gpu | None = None
-) -> tuple[str, int, bool, bool]:
+) -> tuple[str, int, bool, bool, bool]:
     """The fields of the fastest config within `memory_limit` bytes; ValueError if there is none.
 
     Runs in a new thread, where none of the caller's modes, saved-tensor hooks, autocast or no_grad are active.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quackish.configs import row_state
+from quackish.configs.linear_cross_entropy import rows_kept
 from quackish.ops.device import as_current, check_same_device, device_of, refuse_compile
 from quackish.ops.linear_cross_entropy import portable, schedules
 from quackish.ops.linear_cross_entropy.autograd import (
@@ -176,12 +177,13 @@ def _fwd_fake(*args):
     needed = grads_needed(inputs, plan, needs)
     x, target, (v, h) = inputs.input, inputs.target, inputs.linear_weight.shape
     m, dtype, state, live_x, exp_logits = x.numel() // h, accumulate_dtype(plan.compute_dtype), None, None, None
-    keeps = plan.schedule == "stored" and needed.any()
+    kept = rows_kept(plan.schedule, plan.chunk_rows, plan.keeps_first, m)
+    keeps = needed.any() and (plan.schedule == "stored" or kept > 0)
     if plan.why_portable is None:
         state = x.new_empty(row_state.size(m, plan.return_stats), dtype=torch.int32)
         if keeps:
-            live_x = x.new_empty((m, h), dtype=plan.compute_dtype)
-            exp_logits = x.new_empty_strided((m, v), padded_strides(v), dtype=plan.compute_dtype)
+            live_x = x.new_empty((kept, h), dtype=plan.compute_dtype)
+            exp_logits = x.new_empty_strided((kept, v), padded_strides(v), dtype=plan.compute_dtype)
     else:
         state = x.new_empty((), dtype=dtype) if plan.reduction == "mean" else None
         exp_logits = x.new_empty((m, v), dtype=dtype) if keeps else None

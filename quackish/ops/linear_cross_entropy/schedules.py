@@ -31,6 +31,7 @@ Schedules.
     stored     forward: the logits of all rows, keeping exp_logits. backward: dx and dw from them.
     recompute  forward: the logits; dx if only a scalar factor is unknown; dw of the first classes if there is room.
                backward: logits again, by blocks of classes, and the missing gradients.
+               With `keeps_first`, exp_logits of the first rows are kept, as in `stored`.
 fp16 and label smoothing have no exp_logits (`has_exp_logits`). There `recompute` computes both gradients in
 backward from dlogits, which another GEMM epilogue writes.
 
@@ -39,6 +40,8 @@ are written first: see `Layout` in configs/linear_cross_entropy.py.
 
 The schedules read no value on the device and do not depend on autograd.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,6 +61,7 @@ from quackish.ops.linear_cross_entropy.buffers import (
 from quackish.ops.linear_cross_entropy.calls import Call, Chunk, ForwardResult, GradOutputs, Grads, GradsNeeded, Plan
 from quackish.ops.linear_cross_entropy.launches import RowKernels
 from quackish.ops.linear_cross_entropy.steps import (
+    add_targets,
     add_to_dw_out,
     allocate_first_slots,
     allocate_grads,
@@ -84,14 +88,14 @@ def forward(call: Call, needed: GradsNeeded, allow_dw_in_forward: bool = True) -
     allow_dw_in_forward: `recompute` may compute dw of the first classes; backward must then get the result's dw.
     """
     plan = call.plan
-    if plan.schedule == "stored" and needed.any():
-        return stored(call)
     owns_dw, allow_dw_in_forward = call.dw_out is None, allow_dw_in_forward and call.kernels.keeps_residual
     layout = forward_layout(plan, call.m, call.v, call.h, needed, owns_dw, allow_dw_in_forward)
     if plan.schedule == "recompute" and layout.columns:
         return recompute_forward(call, layout, needed)
-    needed = grads_in_forward(plan, needed)
-    return chunked(call, layout, needed) if needed.any() else statistics(call, layout)
+    in_forward = grads_in_forward(plan, needed)
+    if in_forward.any():
+        return chunked(call, layout, in_forward)
+    return statistics(call, layout, layout.kept if needed.any() else 0)
 
 
 def grads_in_forward(plan: Plan, needed: GradsNeeded) -> GradsNeeded:
@@ -116,7 +120,8 @@ def backward(call: Call, saved: ForwardResult, needed: GradsNeeded) -> Grads:
         needed = needed.without(in_forward)
     if not needed.any():
         return grads
-    plan = plan._replace(schedule="recompute")  # also for `chunked` if lse, log_prob or entropy has a gradient
+    # also for `chunked` if lse, log_prob or entropy has a gradient
+    plan = plan._replace(schedule="recompute", keeps_first=plan.keeps_first and saved.exp_logits is not None)
     layout = _layout(plan, call.m, call.v, call.h, needed, owns_dw, saved.dw is not None)
     if layout.dw_block:
         return grads.fill_missing(recompute_dw_in_chunks(call, layout, needed))
@@ -154,13 +159,17 @@ def scale_grads(kernels: RowKernels, computed: ForwardResult, factor: Tensor, dw
 # Schedules ------------------------------------------------------------------------------------------------------------
 
 
-def statistics(call: Call, layout: Layout) -> ForwardResult:
-    """loss and row statistics only: forward without grad, and of `recompute`."""
-    loss = start_forward(call)
-    live_x = allocate_live_x(call, layout.chunk_rows)
-    for chunk in chunks(call, layout, live_x):
-        compute_loss(call, chunk, loss)
-    return ForwardResult(loss)
+def statistics(call: Call, layout: Layout, kept: int) -> ForwardResult:
+    """loss and row statistics; exp_logits and the live rows of x of the first `kept` slots, for backward."""
+    loss, saved = start_forward(call), ()
+    if kept:
+        saved = allocate_live_x(call, kept), padded_matrix(call.device, kept, call.v, call.w.dtype)
+        compute_loss(call, Chunk(0, kept, saved[0], ExpLogits(saved[1], call.v)), loss)
+    if kept < call.m:
+        live_x = allocate_live_x(call, layout.chunk_rows)
+        for chunk in chunks(call, layout, live_x, first=kept):
+            compute_loss(call, chunk, loss)
+    return ForwardResult(loss, Grads(), *saved)
 
 
 def chunked(call: Call, layout: Layout, needed: GradsNeeded) -> ForwardResult:
@@ -189,36 +198,34 @@ def chunked(call: Call, layout: Layout, needed: GradsNeeded) -> ForwardResult:
     return ForwardResult(loss, grads)
 
 
-def stored(call: Call) -> ForwardResult:
-    """loss, lse, and exp_logits and the live rows of x for `stored_backward`."""
-    loss = start_forward(call)
-    exp_logits = padded_matrix(call.device, call.m, call.v, call.w.dtype)
-    chunk = Chunk(0, call.m, allocate_live_x(call, call.m), ExpLogits(exp_logits, call.v))
-    compute_loss(call, chunk, loss)
-    return ForwardResult(loss, live_x=chunk.live_x, exp_logits=exp_logits)
-
-
 def stored_backward(call: Call, saved: ForwardResult, needed: GradsNeeded) -> Grads:
     """The gradients from exp_logits.
 
     Overwrites the target entries of saved.exp_logits.
     """
-    m, v, exp_logits, scaled_x, first_slots = call.m, call.v, saved.exp_logits, None, None
-    if exp_logits.stride() != padded_strides(v):  # a saved-tensor hook or compiled code changed the strides
-        exp_logits = padded_matrix(call.device, m, v, exp_logits.dtype).copy_(exp_logits)
-    chunk = Chunk(0, m, saved.live_x, ExpLogits(exp_logits, v))
-    if needed.dw:
-        scaled_x = allocate_live_x(call, m)
-        first_slots = allocate_first_slots(call, v, needed.dw) if call.dw_out is None else None
-    launch_rows(call, chunk, scale=True, scaled_x=scaled_x, first_slots=first_slots)
+    first_slots = allocate_first_slots(call, call.v, needed.dw) if needed.dw and call.dw_out is None else None
+    chunk, scaled_x = scale_kept(call, saved, needed, first_slots)
     grads = allocate_grads(call, needed, call.dw_out is None)
     if grads.dx is not None:
         grads.dx.zero_()  # ignored rows stay 0
     compute_grads(call, chunk, grads, scaled_x, first_slots, split_tail=True)
     if needed.dw and call.dw_out is not None:
-        extract_targets(call, chunk, v)
-        add_to_dw_out(call, exp_logits, scaled_x, call.dw_out, chunk)
+        extract_targets(call, chunk, call.v)
+        add_to_dw_out(call, chunk.exp_logits.first, scaled_x, call.dw_out, chunk)
     return grads
+
+
+def scale_kept(
+    call: Call, saved: ForwardResult, needed: GradsNeeded, first_slots: Tensor | None = None
+) -> tuple[Chunk, Tensor | None]:
+    """The chunk of saved.exp_logits, with row_scale and its target entries computed, and scaled_x if dw is needed."""
+    exp_logits, (rows, v) = saved.exp_logits, saved.exp_logits.shape
+    if exp_logits.stride() != padded_strides(v):  # a saved-tensor hook or compiled code changed the strides
+        exp_logits = padded_matrix(call.device, rows, v, exp_logits.dtype).copy_(exp_logits)
+    chunk = Chunk(0, rows, saved.live_x, ExpLogits(exp_logits, v))
+    scaled_x = allocate_live_x(call, rows) if needed.dw else None
+    launch_rows(call, chunk, scale=True, scaled_x=scaled_x, first_slots=first_slots)
+    return chunk, scaled_x
 
 
 def recompute_forward(call: Call, layout: Layout, needed: GradsNeeded) -> ForwardResult:
@@ -252,13 +259,16 @@ def recompute_backward(call: Call, layout: Layout, saved: ForwardResult, needed:
     A block's dw is final; only dx is summed over blocks. A block's dlogits lie in the storage of later blocks' dw if
     they fit there: see `recompute_blocks` in configs/linear_cross_entropy.py. If saved.dw is given, its first
     saved.dw_classes rows are already final.
+
+    Of the first layout.kept slots, exp_logits are used. A block's dw is then summed in fp32 and rounded once.
     """
-    kernels, m, h, dtype = call.kernels, call.m, call.h, call.x.dtype
+    kernels, start, m, h, dtype = call.kernels, layout.kept, call.m - layout.kept, call.h, call.x.dtype
     dx, dw, db = allocate_grads(call, needed, call.dw_out is None and saved.dw is None)
     if saved.dw is not None:
         dw = saved.dw
+    kept = KeptRows.of(call, layout, saved, needed, Grads(dx, None, db)) if start else None
     acc = call.device.matrix(m, h, F32) if needed.dx else None
-    if dx is None:
+    if dx is None or start:
         live_x = allocate_live_x(call, m)
     else:  # dx is written after the last block: until then, its storage holds the live rows of x
         live_x = dx.view(-1).view(dtype)[: m * h].view(m, h)
@@ -266,29 +276,68 @@ def recompute_backward(call: Call, layout: Layout, saved: ForwardResult, needed:
     if dtype == torch.float16:
         factor, call = common_factor(call)
     state = call.state
-    regather_live_x(call, 0, live_x)
+    regather_live_x(call, start, live_x)
     coefs = compute_coefs(call)
     scratch = padded_matrix(call.device, m, max(v1 - v0 for v0, v1, offset in layout.blocks if offset is None), dtype)
     for v0, v1, offset in kernels.loop(layout.blocks):
         out = scratch[:, : v1 - v0] if offset is None else view_into(dw, offset, m, v1 - v0, dtype)
-        compute_dlogits(call, 0, live_x, coefs, v0, v1, out)
-        if dw is not None:
+        compute_dlogits(call, start, live_x, coefs, v0, v1, out)
+        if dw is not None and kept is not None:
+            kept.sum_dw(call, v0, out, live_x, dw[v0:v1])
+        elif dw is not None:
             kernels.dw(out, live_x, state, 0, dw[v0:v1], False, True, factor)
         elif needed.dw:
-            add_to_dw_out(call, out, live_x, call.dw_out[v0:v1], factor=factor)
+            add_to_dw_out(call, out, live_x, call.dw_out[v0:v1], factor=factor, start=start)
         if db is not None:
-            compute_db(call, out, None, 0, db[v0:v1])
+            compute_db(call, out, None, start, db[v0:v1])
         if acc is not None:
-            kernels.dx(ExpLogits(out), call.w[v0:v1], state, 0, acc, v0 > 0)
+            kernels.dx(ExpLogits(out), call.w[v0:v1], state, start, acc, v0 > 0)
     if factor is not None:
         for grad in (acc, db):
             if grad is not None:
                 kernels.scale(grad, factor)
     if dx is not None:
-        dx.zero_()
-        args = by_name(ScatterArgs)(state=state.address, acc=acc.data_ptr(), dx=dx.data_ptr(), m=m, start=0, rows=m)
+        if not start:
+            dx.zero_()
+        args = by_name(ScatterArgs)(
+            state=state.address, acc=acc.data_ptr(), dx=dx.data_ptr(), m=call.m, start=start, rows=m
+        )
         kernels.launch(args, "lce_scatter", h=h, dx_dtype=dx.dtype)
     return Grads(dx, dw, db)
+
+
+class KeptRows(NamedTuple):
+    """The rows of which exp_logits were kept, in a backward that recomputes the other rows."""
+
+    chunk: Chunk
+    scaled_x: Tensor | None
+    sums: Tensor | None  # fp32, of a block's dw
+
+    @classmethod
+    def of(cls, call: Call, layout: Layout, saved: ForwardResult, needed: GradsNeeded, grads: Grads) -> "KeptRows":
+        """Writes `grads`, dx and db; dw follows by blocks, or is added to the user's buffer."""
+        chunk, scaled_x = scale_kept(call, saved, needed)
+        if grads.dx is not None:
+            grads.dx.zero_()  # ignored rows stay 0
+        compute_grads(call, chunk, grads, split_tail=True)
+        sums = None
+        if needed.dw:
+            extract_targets(call, chunk, call.v)
+            if call.dw_out is not None:
+                add_to_dw_out(call, chunk.exp_logits.first, scaled_x, call.dw_out, chunk)
+            elif needed.dw != F32:
+                sums = call.device.matrix(max(v1 - v0 for v0, v1, _ in layout.blocks), call.h, F32)
+        return cls(chunk, scaled_x, sums)
+
+    def sum_dw(self, call: Call, v0: int, dlogits: Tensor, live_x: Tensor, dw: Tensor) -> None:
+        """dw of classes v0 and up, summed over these rows and those of dlogits."""
+        n, state = dw.shape[0], call.state
+        acc = dw if self.sums is None else row_slice(self.sums, 0, n)
+        call.kernels.dw(self.chunk.exp_logits.first[:, v0 : v0 + n], self.scaled_x, state, 0, acc, False, True)
+        add_targets(call, self.chunk, acc, v0)
+        call.kernels.dw(dlogits, live_x, state, self.chunk.rows, acc, True, True)
+        if acc is not dw:
+            dw.copy_(acc)
 
 
 def recompute_dw_in_chunks(call: Call, layout: Layout, needed: GradsNeeded) -> Grads:

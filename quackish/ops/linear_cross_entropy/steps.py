@@ -52,10 +52,12 @@ def allocate_live_x(call: Call, rows: int) -> Tensor:
     return call.device.matrix(min(rows, call.m), call.h, call.x.dtype)
 
 
-def chunks(call: Call, layout: Layout, live_x: Tensor, exp_logits: ExpLogits = NOT_STORED) -> Iterator[Chunk]:
-    """All chunks in order. They share the same buffers."""
-    for start, rows in call.kernels.ranges(call.m, layout.chunk_rows):
-        yield Chunk(start, rows, row_slice(live_x, 0, rows), exp_logits.rows(rows))
+def chunks(
+    call: Call, layout: Layout, live_x: Tensor, exp_logits: ExpLogits = NOT_STORED, first: int = 0
+) -> Iterator[Chunk]:
+    """The chunks of the slots from `first` on, in order. They share the same buffers."""
+    for start, rows in call.kernels.ranges(call.m - first, layout.chunk_rows):
+        yield Chunk(first + start, rows, row_slice(live_x, 0, rows), exp_logits.rows(rows))
 
 
 class PartialSums(NamedTuple):
@@ -297,22 +299,22 @@ def add_targets(call: Call, chunk: Chunk, dw: Tensor, v0: int, residual: Tensor 
 
 def add_to_dw_out(
     call: Call, dlogits: Tensor, scaled_x: Tensor, out: Tensor, targets: Chunk | None = None,
-    factor: Tensor | None = None,
+    factor: Tensor | None = None, start: int = 0,
 ) -> None:  # fmt: skip
-    """out += factor * dlogits.T @ scaled_x, plus the target terms of chunk `targets`. `out`: the user's buffer."""
+    """out += factor * dlogits.T @ scaled_x of slots `start` on, plus target terms of `targets`. out: the user's."""
     if not out.is_meta:
         check_memory("linear_cross_entropy", grad_weight_out=out)
     kernels, state = call.kernels, call.state
     dense = out.is_contiguous() and out.stride(0) == out.shape[1]  # a single row is contiguous with any stride
     if out.dtype == F32 and dense and out.data_ptr() % 16 == 0:  # the GEMM can add to it with TMA
-        kernels.dw(dlogits, scaled_x, state, 0, out, True, True, factor)
+        kernels.dw(dlogits, scaled_x, state, start, out, True, True, factor)
         if targets is not None:
             add_targets(call, targets, out, 0)
         torch.autograd.graph.increment_version(out)
         return
     for v0, n in kernels.ranges(out.shape[0], 4096):  # bounds the memory of dw
         dw = call.device.matrix(n, out.shape[1], F32)
-        kernels.dw(dlogits[:, v0 : v0 + n], scaled_x, state, 0, dw, False, True, factor)
+        kernels.dw(dlogits[:, v0 : v0 + n], scaled_x, state, start, dw, False, True, factor)
         if targets is not None:
             add_targets(call, targets, dw, v0)
         out[v0 : v0 + n].add_(dw)

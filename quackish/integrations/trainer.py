@@ -1,0 +1,39 @@
+"""A callback of Transformers' Trainer that applies quackish, for trainers that a file configures.
+
+callbacks:
+  - _target_: quackish.integrations.trainer.QuackishCallback
+    schedule: recompute
+"""
+
+import transformers as hf
+from torch import nn
+
+from quackish.integrations import transformers
+
+
+class QuackishCallback(hf.TrainerCallback):
+    """Patches the model of a Trainer with `quackish.integrations.transformers.apply`, before the model is wrapped.
+
+    In TRL's trainers, `quackish.integrations.trl.apply` replaces the loss, so only norms and experts are patched. A
+    reference model is not patched, nor is a model that `model_init` builds when training begins: call `apply` there.
+
+    options: of `quackish.integrations.transformers.apply`, whose errors building the Trainer raises.
+    """
+
+    def __init__(self, **options):
+        self.options = options
+
+    def on_init_end(self, args: hf.TrainingArguments, state, control, *, model: nn.Module, **others) -> None:
+        options = dict(self.options)
+        if any(base.__module__.startswith("trl.") for base in type(args).__mro__):
+            from quackish.integrations import trl
+
+            of_loss = {
+                name: options.pop(name) for name in ("schedule", "chunk_size", "memory_limit") if name in options
+            }
+            if options.pop("head", True):
+                trl.apply(**of_loss)
+            if not (options.get("norms", True) or options.get("experts", False)):
+                return
+            options["head"] = False
+        transformers.apply(model, **options)

@@ -1,0 +1,121 @@
+"""quackish's linear cross entropy in the trainers of TRL 1.16: SFT, DPO, KTO, GRPO and RLOO.
+
+    from quackish.integrations.trl import apply
+
+    apply()
+
+All of them compute log-probabilities per token by one autograd function, whose name in `trl.trainer.utils` is rebound.
+"""
+
+import inspect
+from collections.abc import Sequence
+
+import torch
+import trl
+from torch import Tensor
+from trl.trainer import utils
+
+import quackish
+from quackish.errors import UnsupportedError
+from quackish.types import Schedule
+
+_NAME = "_ChunkedLogProbFunction"
+_PARAMETERS = [
+    "ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale",
+    "outputs",
+]  # fmt: skip
+_OTHERS = "log_sum_sq_probs", "mean_logits"  # outputs that quackish's kernels do not compute
+
+
+def apply(*, schedule: Schedule = "auto", chunk_size: int | None = None, memory_limit: int | None = None) -> None:
+    """Makes TRL's trainers compute log-probabilities with quackish, until `revert()`.
+
+    Log-probabilities, entropy, `is_top1` and their gradients are quackish's. TRL's own function still computes two
+    outputs without gradients, in another forward pass of the head: `log_sum_sq_probs` (DPO's `use_weighting`), and with
+    a softcap `mean_logits` (a metric of DPO and KTO). Without one, `mean_logits` is a product with the weight's mean.
+    Call `apply` before or after a trainer is built; a second call changes the options.
+
+    schedule, chunk_size, memory_limit: as in `quackish.linear_cross_entropy`.
+
+    Raises:
+        UnsupportedError: the installed TRL has no such function, or one with other arguments.
+        ValueError, TypeError: an invalid option.
+    """
+    theirs = _theirs()
+    forward = getattr(theirs, "forward", None)
+    found = None if forward is None else list(inspect.signature(forward).parameters)
+    if found != _PARAMETERS:
+        raise UnsupportedError(
+            f"apply: trl {trl.__version__} has trl.trainer.utils.{_NAME} with the arguments {found}, expected "
+            f"{_PARAMETERS}, as in TRL 1.16"
+        )
+    options = dict(schedule=schedule, chunk_size=chunk_size, memory_limit=memory_limit)
+    quackish.LinearCrossEntropyLoss(1, 1, **options)  # checks them
+    setattr(utils, _NAME, _ChunkedLogProbs(theirs, options))
+
+
+def revert() -> None:
+    """Undoes `apply()`. Does nothing without one."""
+    if hasattr(utils, _NAME):
+        setattr(utils, _NAME, _theirs())
+
+
+def _theirs():
+    """TRL's own function; None if the installed TRL has none."""
+    current = getattr(utils, _NAME, None)
+    return current.theirs if isinstance(current, _ChunkedLogProbs) else current
+
+
+class _ChunkedLogProbs:
+    """Has the `apply` of TRL's autograd function."""
+
+    def __init__(self, theirs, options: dict):
+        self.theirs, self.options = theirs, options
+
+    def apply(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float,
+        chunk_size: int, final_logit_softcapping: float | None = None, logit_scale: float = 1.0,
+        outputs: Sequence[str] = ("entropy", *_OTHERS, "is_top1"),
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        """hidden (N, H), weight (V, H), bias (V,), targets (N,). Returns (N,) per output, None if not asked for.
+
+        chunk_size is the width of TRL's tiles, which ours do not have.
+        """
+        softcap = final_logit_softcapping
+        if not (logit_scale > 0 and temperature > 0 and (softcap is None or softcap > 0)):
+            return self.theirs.apply(
+                hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs
+            )
+        others = [name for name in _OTHERS if name in outputs and (name != "mean_logits" or softcap is not None)]
+        log_sum_sq_probs = mean_logits = None
+        if others:  # which have no gradient
+            with torch.no_grad():
+                _, _, log_sum_sq_probs, mean_logits, _ = self.theirs.apply(
+                    hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, others
+                )
+        if weight.dtype != hidden.dtype and not torch.is_autocast_enabled(hidden.device.type):  # cast_lm_head_to_fp32
+            weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+        # TRL scales before the cap: cap * tanh(scale * z / cap) = scale * c * tanh(z / c), where c = cap / scale.
+        scale = logit_scale / temperature
+        options = dict(
+            linear_bias=bias, reduction="none", softcap=None if softcap is None else softcap / logit_scale,
+            logit_scale=None if scale == 1 else scale, **self.options,
+        )  # fmt: skip
+        entropy = is_top1 = None
+        if "entropy" in outputs or "is_top1" in outputs:
+            loss, stats = quackish.linear_cross_entropy(hidden, weight, targets, return_stats=True, **options)
+            entropy = stats.entropy if "entropy" in outputs else None
+            is_top1 = stats.predicted == targets if "is_top1" in outputs else None
+        else:
+            loss = quackish.linear_cross_entropy(hidden, weight, targets, **options)
+        if "mean_logits" in outputs and mean_logits is None:
+            mean_logits = _mean_logits(hidden.detach(), weight.detach(), bias) * scale
+        return -loss, entropy, log_sum_sq_probs, mean_logits, is_top1
+
+
+def _mean_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The mean over classes of `hidden @ weight.T + bias`, from one matrix-vector product: (N,) fp32 or fp64."""
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    with torch.autocast(hidden.device.type, enabled=False):
+        mean_logits = hidden.to(dtype) @ weight.mean(0, dtype=dtype)
+        return mean_logits if bias is None else mean_logits + bias.detach().mean(dtype=dtype)
