@@ -1,0 +1,73 @@
+"""Trials: a class's own forward on a small module with random CPU parameters, beside quackish.
+
+A trial does not use the model's parameters, which may be on meta, sharded or quantized. It uses generators of its own,
+and neither reads nor changes the caller's random state, autocast, default device, gradient mode and compiler.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+
+@contextlib.contextmanager
+def isolated() -> Iterator[None]:
+    """Context in which trials run."""
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.device("cpu"),
+        torch.compiler.set_stance("force_eager"),
+        torch.random.fork_rng(devices=[]),  # for a forward with dropout
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def shell(module: nn.Module, base: type) -> nn.Module:
+    """A `base` with module's plain attributes, but without parameters, buffers, submodules and hooks."""
+    new = base.__new__(base)
+    nn.Module.__init__(new)
+    for name, value in vars(module).items():
+        if name not in vars(new) and name != "forward" and not isinstance(value, (Tensor, nn.Module)):
+            new.__dict__[name] = value
+    for name in ("_parameters", "_buffers", "_modules"):  # what is None is known to be absent
+        getattr(new, name).update({key: None for key, value in getattr(module, name).items() if value is None})
+    return new
+
+
+class Random:
+    """Random CPU tensors from a generator of its own."""
+
+    def __init__(self, seed: int = 0):
+        self.generator = torch.Generator("cpu").manual_seed(seed)
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.float32, mean: float = 0.0, std: float = 1.0) -> Tensor:
+        values = torch.randn(shape, generator=self.generator, dtype=torch.float32, device="cpu")
+        return values.mul_(std).add_(mean).to(dtype)
+
+    def integers(self, high: int, *shape: int) -> Tensor:
+        return torch.randint(high, shape, generator=self.generator, device="cpu")
+
+
+def difference(got: Tensor | None, expected: Tensor | None) -> float:
+    """The largest difference, relative to the largest element of `expected`; inf for other shapes or NaNs."""
+    if got is None or expected is None:
+        return 0.0 if got is expected else float("inf")
+    if got.shape != expected.shape:
+        return float("inf")
+    got, expected = got.double(), expected.double()
+    worst, scale = (got - expected).abs().amax().item(), expected.abs().amax().item()
+    if not (worst == worst and scale < float("inf")):
+        return float("inf")
+    return worst / scale if scale > 0 else worst
+
+
+def reason(error: Exception) -> str:
+    """One line that says how a class's own forward failed in a trial."""
+    first_line = str(error).strip().partition("\n")[0]
+    return f"its forward raised {type(error).__name__} in a trial: {first_line}"[:300]
