@@ -200,7 +200,8 @@ def _try(model: nn.Module, base: type, head_name: str, classes: int, has_bias: b
     small = shell(model, base)
     small.config = _without_router_logits(model.config)
     for name, _ in model.named_children():
-        small.add_module(name, _Backbone(hidden))
+        if name not in small._modules:
+            small.add_module(name, _Backbone(hidden))
     head = nn.Linear(size, classes, bias=has_bias, device="meta")
     head.weight = nn.Parameter(random.normal(classes, size))
     if has_bias:

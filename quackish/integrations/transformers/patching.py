@@ -99,7 +99,7 @@ def _patch(entry: Entry, model: nn.Module, options: head_patches.HeadOptions) ->
     if entry.kind == "norm":
         module.__class__ = norm_patches.norm_class(type(module), norm_patches.formula_of(module))
     elif entry.kind == "experts":
-        experts_patches.patch(module)
+        experts_patches.patch(module, experts_patches.form_of(module))
     else:
         head_name = head_patches.head_name_of(module)
         head = getattr(module, head_name)

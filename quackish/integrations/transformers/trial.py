@@ -29,12 +29,15 @@ def isolated() -> Iterator[None]:
 
 
 def shell(module: nn.Module, base: type) -> nn.Module:
-    """A `base` with module's plain attributes, but without parameters, buffers, submodules and hooks."""
+    """A `base` with module's plain attributes and submodules without parameters, but without parameters and hooks."""
     new = base.__new__(base)
     nn.Module.__init__(new)
     for name, value in vars(module).items():
         if name not in vars(new) and name != "forward" and not isinstance(value, (Tensor, nn.Module)):
             new.__dict__[name] = value
+    for name, child in module.named_children():
+        if next(child.parameters(), None) is None and next(child.buffers(), None) is None:
+            new.add_module(name, shell(child, type(child)))
     for name in ("_parameters", "_buffers", "_modules"):  # what is None is known to be absent
         getattr(new, name).update({key: None for key, value in getattr(module, name).items() if value is None})
     return new
