@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import quackish
 from quackish.errors import UnsupportedError
 from quackish.integrations.transformers.subclass import subclass, unpatched_class
-from quackish.integrations.transformers.trial import Random, difference, isolated, reason, shell
+from quackish.integrations.transformers.trial import Random, difference, isolated, reason, small_copy
 
 
 class Form(NamedTuple):
@@ -40,12 +40,7 @@ def experts_class(base: type, form: Form) -> type:
                 "because quackish sorts them in memory. Call revert(model) before PEFT wraps it"
             )
         x, index, weights = *args, *[kwargs[name] for name in names[len(args) :]]
-        w1, w2 = getattr(self, form.first), self.down_proj
-        if form.is_transposed:
-            w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
-        b1, b2 = getattr(self, f"{form.first}_bias", None), getattr(self, "down_proj_bias", None)
-        out = quackish.moe_mlp(x, index, weights, w1, w2, activation=form.activation, b1=b1, b2=b2)
-        return out.to(x.dtype)  # under autocast, out has autocast's dtype
+        return run(self, form, x, index, weights)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         base._save_to_state_dict(self, destination, prefix, keep_vars)
@@ -63,6 +58,15 @@ def experts_class(base: type, form: Form) -> type:
     if permuted:
         methods = dict(_save_to_state_dict=_save_to_state_dict, _load_from_state_dict=_load_from_state_dict)
     return subclass(base, forward, (experts_class, base, form), permuted=permuted, **methods)
+
+
+def run(experts: nn.Module, form: Form, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    w1, w2 = getattr(experts, form.first), experts.down_proj
+    if form.is_transposed:
+        w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
+    b1, b2 = getattr(experts, f"{form.first}_bias", None), getattr(experts, "down_proj_bias", None)
+    out = quackish.moe_mlp(x, index, weights, w1, w2, activation=form.activation, b1=b1, b2=b2)
+    return out.to(x.dtype)  # under autocast, out has autocast's dtype
 
 
 def _sorted(t: Tensor) -> Tensor:
@@ -94,53 +98,57 @@ def _replace_permuted(module: nn.Module, order: Callable[[Tensor], Tensor]) -> N
 # Trials ---------------------------------------------------------------------------------------------------------------
 
 
-def is_experts(module: nn.Module) -> bool:
-    """True for a module whose own parameters are the matrices of all experts."""
-    down = module._parameters.get("down_proj")
-    return down is not None and down.dim() == 3 and _first(module) is not None
-
-
-def _first(module: nn.Module) -> str | None:
+def first_matrix(module: nn.Module) -> str | None:
+    """The parameter that w1 is, if a module's own parameters are the matrices of all experts."""
     own = module._parameters
+    if own.get("down_proj") is None or own["down_proj"].dim() != 3:
+        return None
     return next((name for name in ("gate_up_proj", "up_proj") if own.get(name) is not None and own[name].dim() == 3), None)
+
+
+def takes(module: nn.Module) -> list[str]:
+    """The names of the arguments of a module's forward."""
+    return list(inspect.signature(unpatched_class(module).forward).parameters)[1:]
 
 
 _forms: dict[tuple, Form | str] = {}
 
 
 def form_of(experts: nn.Module) -> Form | str:
-    """What a module of experts computes, or why `quackish.moe_mlp` cannot."""
+    """What a module of experts computes, or why `quackish.moe_mlp` cannot. Trials are cached per class and attributes."""
     base = unpatched_class(experts)
     if "forward" in vars(experts):
         return "its forward was replaced on the instance, as hooks of accelerate do"
-    parameters = list(inspect.signature(base.forward).parameters)
-    if len(parameters) != 4:
-        return f"its forward takes ({', '.join(parameters[1:])}), expected hidden states, indices and weights"
-    shapes = [(name, tuple(p.shape)) for name, p in experts.named_parameters(recurse=False)]
-    attributes = {name: value for name, value in vars(experts).items() if not name.startswith("_")}
-    children = [repr(child) for child in experts.children()]
-    key = base, base.forward, repr((shapes, children, sorted(attributes.items(), key=lambda item: item[0])))
+    if len(takes(experts)) != 3:
+        return f"its forward takes ({', '.join(takes(experts))}), expected hidden states, indices and weights"
+    key = base, base.forward, key_of(experts)
     if key not in _forms:
         with isolated():
-            _forms[key] = _try(experts, base)
+            _forms[key] = find_form(experts, experts, _why_different)
     return _forms[key]
 
 
-def why_unsupported(experts: nn.Module) -> str:
-    form = form_of(experts)
-    return form if isinstance(form, str) else ""
+def key_of(module: nn.Module) -> str:
+    """What a trial depends on beside the class."""
+    shapes = [(name, tuple(p.shape)) for name, p in module.named_parameters()]
+    attributes = [(name, value) for name, value in sorted(vars(module).items()) if not name.startswith("_")]
+    return repr((shapes, attributes, list(module.children())))
 
 
-_SIZE = 8
 _GATED, _PLAIN = ("swiglu", "clamped_swiglu", "geglu"), ("silu", "relu2")
 
 
-def _try(experts: nn.Module, base: type) -> Form | str:
+def find_form(module: nn.Module, experts: nn.Module, why_different: Callable[[nn.Module, Form], str]) -> Form | str:
+    """The first form in which a small copy of `module`, which has or is `experts`, computes the same with quackish."""
     why = "its weights have other shapes than [gate; up] and down"
     for form in _candidates(experts):
-        small = _small_experts(experts, base, form)
+        small = small_copy(module, unpatched_class(module), _small_sizes(experts, form), Random())
+        for part in small.modules():
+            if hasattr(part, "config"):
+                part.config = copy.copy(part.config)
+                part.config._experts_implementation = "eager"
         try:
-            why = _why_different(small, base, form)
+            why = why_different(small, form)
         except Exception as error:  # anything a class's forward may raise
             return reason(error)
         if not why:
@@ -150,12 +158,12 @@ def _try(experts: nn.Module, base: type) -> Form | str:
 
 def _candidates(experts: nn.Module) -> list[Form]:
     """Forms whose shapes fit."""
-    first = _first(experts)
+    first = first_matrix(experts)
     w1, w2 = experts._parameters[first].shape, experts._parameters["down_proj"].shape
     factor, activations = (2, _GATED) if first == "gate_up_proj" else (1, _PLAIN)
     forms = []
     for is_transposed in (False, True):
-        (rows, h1), (h2, inner) = (w1[:0:-1], w2[:0:-1]) if is_transposed else (w1[1:], w2[1:])
+        (rows, h1), (h2, inner) = ((w1[2], w1[1]), (w2[2], w2[1])) if is_transposed else (w1[1:], w2[1:])
         if w1[0] == w2[0] and h1 == h2 and rows == factor * inner:
             for activation in activations:
                 forms.append(Form(activation, first, is_transposed))
@@ -164,52 +172,50 @@ def _candidates(experts: nn.Module) -> list[Form]:
     return forms
 
 
-def _small_experts(experts: nn.Module, base: type, form: Form) -> nn.Module:
-    """The same experts with hidden and intermediate sizes of `_SIZE`."""
-    random, small = Random(), shell(experts, base)
-    w2 = experts._parameters["down_proj"].shape
-    sizes = {2 * w2[1]: 2 * _SIZE, 2 * w2[2]: 2 * _SIZE}
-    sizes.update({w2[1]: _SIZE, w2[2]: _SIZE})
-    for name, value in vars(experts).items():
-        if type(value) is int and ("size" in name or "dim" in name):
-            setattr(small, name, sizes.get(value, value))
-    if hasattr(small, "config"):
-        small.config = copy.copy(small.config)
-        small.config._experts_implementation = "eager"
-    for name, p in experts.named_parameters(recurse=False):
-        first = 2 * _SIZE if form.activation in _GATED else _SIZE
-        bias = {f"{form.first}_bias": (first,), "down_proj_bias": (_SIZE,)}
-        matrix = {form.first: (_SIZE, first) if form.is_transposed else (first, _SIZE), "down_proj": (_SIZE, _SIZE)}
-        shape = w2[0], *(matrix | bias).get(name, p.shape[1:])
-        small.register_parameter(name, nn.Parameter(random.normal(*shape, std=0.5)))
-    return small
+def _small_sizes(experts: nn.Module, form: Form) -> dict[int, int]:
+    """Small sizes for hidden and intermediate ones, as equal and as different as these are."""
+    hidden, inner = experts._parameters["down_proj"].shape[1:][:: -1 if form.is_transposed else 1]
+    return {hidden: 24, inner: 8, 2 * inner: 16}
 
 
-def _why_different(small: nn.Module, base: type, form: Form) -> str:
+def _why_different(small: nn.Module, form: Form) -> str:
     """How a class's own forward differs from the patched one's, "" if it does not."""
-    random, tokens, num_experts = Random(1), 6, small.down_proj.shape[0]
-    grad, largest = random.normal(tokens, _SIZE), min(2, num_experts)
+    random, tokens, base = Random(1), 6, type(small)
+    num_experts, hidden = small.down_proj.shape[0], small.down_proj.shape[1 + form.is_transposed]
+    grad, largest = random.normal(tokens, hidden), min(2, num_experts)
     for scale in (1.0, 300.0):  # large activations reach limits
         weights, index = random.normal(tokens, num_experts).softmax(1).topk(largest)
-        arguments = random.normal(tokens, _SIZE, std=scale), index, weights
-        expected = _run(small, arguments, grad)
+        arguments = random.normal(tokens, hidden, std=scale), index, weights
+        expected = run_trial(small, arguments, grad)
         patch(small, form)
-        got = _run(small, arguments, grad)
+        got = run_trial(small, arguments, grad)
         for name in type(small).permuted:
             got[name] = _interleaved(got[name])
         restore_weights(small)
         small.__class__ = base
-        for name, truth in expected.items():
-            if not difference(got[name], truth) <= 1e-4:
-                what = "its output" if name == "out" else f"the gradient of {name}"
-                return f"{what} differs from moe_mlp's by {difference(got[name], truth):.1g}"
+        if why := compare_trials(got, expected):
+            return why
     return ""
 
 
-def _run(small: nn.Module, arguments: tuple[Tensor, Tensor, Tensor], grad: Tensor) -> dict[str, Tensor | None]:
-    """The output, and the gradients of hidden states, weights of the choices, and parameters."""
-    x, index, weights = arguments
-    leaves = {"x": x.clone().requires_grad_(), "weights": weights.clone().requires_grad_(), **dict(small.named_parameters())}
-    out = small(leaves["x"], index, leaves["weights"])
+def run_trial(small: nn.Module, arguments: tuple[Tensor, ...], grad: Tensor) -> dict[str, Tensor | None]:
+    """The (first) output, and the gradients of floating arguments and parameters."""
+    leaves, inputs = {}, []
+    for i, argument in enumerate(arguments):
+        if argument.is_floating_point():
+            argument = leaves[f"argument {i + 1}"] = argument.clone().requires_grad_()
+        inputs.append(argument)
+    leaves.update(small.named_parameters())
+    out = small(*inputs)
+    out, *others = out if isinstance(out, tuple) else (out,)
     grads = torch.autograd.grad(out, list(leaves.values()), grad, allow_unused=True)
-    return {"out": out.detach(), **dict(zip(leaves, grads, strict=True))}
+    outputs = {f"output {i + 1}": t.detach() for i, t in enumerate((out, *others))}
+    return {**outputs, **dict(zip(leaves, grads, strict=True))}
+
+
+def compare_trials(got: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> str:
+    for name, truth in expected.items():
+        if not difference(got[name], truth) <= 1e-4:
+            what = name if name.startswith("output") else f"the gradient of {name}"
+            return f"{what} differs from moe_mlp's by {difference(got[name], truth):.1g}"
+    return ""

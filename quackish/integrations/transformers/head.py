@@ -174,14 +174,21 @@ def linears_of(head: nn.Module) -> list[nn.Module]:
 
 
 class _Backbone(nn.Module):
-    """Stands for all of a model but its head: returns the same hidden states in every call."""
+    """Stands for a part of a model that is not its head: returns the same hidden states in every call.
 
-    def __init__(self, hidden: Tensor):
+    Its attributes are the part's, with a `_Backbone` for each submodule.
+    """
+
+    def __init__(self, part: nn.Module, hidden: Tensor):
         super().__init__()
-        self.hidden = hidden
+        self.__dict__.update(_part=part, _hidden=hidden)
 
     def forward(self, *args, **kwargs):
-        return _BackboneOutput(last_hidden_state=self.hidden)
+        return _BackboneOutput(last_hidden_state=self._hidden)
+
+    def __getattr__(self, name: str):
+        value = getattr(self._part, name)
+        return _Backbone(value, self._hidden) if isinstance(value, nn.Module) else value
 
 
 @dataclasses.dataclass
@@ -199,9 +206,9 @@ def _try(model: nn.Module, base: type, head_name: str, classes: int, has_bias: b
     hidden = random.normal(batch, length, size).requires_grad_()
     small = shell(model, base)
     small.config = _without_router_logits(model.config)
-    for name, _ in model.named_children():
+    for name, child in model.named_children():
         if name not in small._modules:
-            small.add_module(name, _Backbone(hidden))
+            small.add_module(name, _Backbone(child, hidden))
     head = nn.Linear(size, classes, bias=has_bias, device="meta")
     head.weight = nn.Parameter(random.normal(classes, size))
     if has_bias:

@@ -107,7 +107,7 @@ def _try(module: nn.Module, base: type, size: int | None) -> Formula | str:
                     return reason(error)
                 if not why:
                     return formula
-    return "" or why
+    return why
 
 
 _DTYPES = ((torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16))

@@ -11,6 +11,7 @@ from quackish.errors import UnsupportedError, warn_once
 from quackish.integrations.transformers import experts as experts_patches
 from quackish.integrations.transformers import head as head_patches
 from quackish.integrations.transformers import norms as norm_patches
+from quackish.integrations.transformers import scaled_experts
 from quackish.integrations.transformers.reports import Entry, Report, examine
 from quackish.integrations.transformers.subclass import is_patched
 from quackish.types import Schedule
@@ -99,7 +100,8 @@ def _patch(entry: Entry, model: nn.Module, options: head_patches.HeadOptions) ->
     if entry.kind == "norm":
         module.__class__ = norm_patches.norm_class(type(module), norm_patches.formula_of(module))
     elif entry.kind == "experts":
-        experts_patches.patch(module, experts_patches.form_of(module))
+        patches = scaled_experts if scaled_experts.is_block(module) else experts_patches
+        patches.patch(module, patches.form_of(module))
     else:
         head_name = head_patches.head_name_of(module)
         head = getattr(module, head_name)

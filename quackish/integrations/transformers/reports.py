@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import nn
 
-from quackish.integrations.transformers import experts, head, norms
+from quackish.integrations.transformers import experts, head, norms, scaled_experts
 from quackish.integrations.transformers.subclass import is_patched
 
 Kind = Literal["norm", "loss", "experts"]
@@ -19,11 +19,8 @@ class Entry:
     name: str  # as in model.named_modules()
     module: nn.Module
     kind: Kind
+    is_patched: bool
     reason: str = ""  # why it cannot be patched
-
-    @property
-    def is_patched(self) -> bool:
-        return is_patched(self.module)
 
     @property
     def is_expected(self) -> bool:
@@ -63,15 +60,29 @@ def report(model: nn.Module) -> Report:
     return Report(examine(model))
 
 
+def is_experts(module: nn.Module) -> bool:
+    is_plain = experts.first_matrix(module) is not None and not scaled_experts.is_inner(module)
+    return is_plain or scaled_experts.is_block(module)
+
+
+def experts_form(module: nn.Module) -> experts.Form | str:
+    return scaled_experts.form_of(module) if scaled_experts.is_block(module) else experts.form_of(module)
+
+
+def _why(proof: tuple | str) -> str:
+    """The reason that a trial gave, "" if it gave a formula."""
+    return proof if isinstance(proof, str) else ""
+
+
 def examine(model: nn.Module, kinds: Sequence[Kind] = ("norm", "loss", "experts")) -> Iterator[Entry]:
     """An entry for each norm and each module of experts, and one for the loss."""
     for name, module in model.named_modules():
+        done = is_patched(module)
         if "norm" in kinds and norms.is_norm(module):
-            formula = None if is_patched(module) else norms.formula_of(module)
-            yield Entry(name, module, "norm", formula if isinstance(formula, str) else "")
-        if "experts" in kinds and experts.is_experts(module):
-            yield Entry(name, module, "experts", "" if is_patched(module) else experts.why_unsupported(module))
+            yield Entry(name, module, "norm", done, "" if done else _why(norms.formula_of(module)))
+        if "experts" in kinds and is_experts(module):
+            yield Entry(name, module, "experts", done, "" if done else _why(experts_form(module)))
     if "loss" in kinds:
         whole = head.base_model(model)
-        name = next(name for name, module in model.named_modules() if module is whole)
-        yield Entry(name, whole, "loss", "" if is_patched(whole) else head.why_unsupported(whole))
+        name, done = next(name for name, module in model.named_modules() if module is whole), is_patched(whole)
+        yield Entry(name, whole, "loss", done, "" if done else head.why_unsupported(whole))

@@ -57,6 +57,20 @@ class Random:
         return torch.randint(high, shape, generator=self.generator, device="cpu")
 
 
+def small_copy(module: nn.Module, base: type, sizes: dict[int, int], random: Random) -> nn.Module:
+    """The same module and submodules with random parameters, and `sizes` instead of the sizes that are its keys."""
+    small = shell(module, base)
+    for name, value in vars(small).items():
+        if type(value) is int and ("size" in name or "dim" in name):
+            setattr(small, name, sizes.get(value, value))
+    for name, p in module.named_parameters(recurse=False):
+        shape = [sizes.get(n, n) for n in p.shape]
+        small.register_parameter(name, nn.Parameter(random.normal(*shape, std=0.5)))
+    for name, child in module.named_children():
+        small.add_module(name, small_copy(child, type(child), sizes, random))
+    return small
+
+
 def difference(got: Tensor | None, expected: Tensor | None) -> float:
     """The largest difference, relative to the largest element of `expected`; inf for other shapes or NaNs."""
     if got is None or expected is None:
