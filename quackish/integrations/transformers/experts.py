@@ -123,8 +123,11 @@ def form_of(experts: nn.Module) -> Form | str:
         return f"its forward takes ({', '.join(takes(experts))}), expected hidden states, indices and weights"
     key = base, base.forward, key_of(experts)
     if key not in _forms:
-        with isolated():
-            _forms[key] = find_form(experts, experts, _why_different)
+        try:
+            with isolated():
+                _forms[key] = find_form(experts, experts, _why_different)
+        except Exception as error:  # anything a class's forward may raise
+            return reason(error)
     return _forms[key]
 
 
@@ -147,10 +150,7 @@ def find_form(module: nn.Module, experts: nn.Module, why_different: Callable[[nn
             if hasattr(part, "config"):
                 part.config = copy.copy(part.config)
                 part.config._experts_implementation = "eager"
-        try:
-            why = why_different(small, form)
-        except Exception as error:  # anything a class's forward may raise
-            return reason(error)
+        why = why_different(small, form)
         if not why:
             return form
     return why

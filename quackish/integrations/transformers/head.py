@@ -14,7 +14,7 @@ from transformers.utils import ModelOutput
 
 import quackish
 from quackish.errors import UnsupportedError, warn_once
-from quackish.integrations.transformers.logits import WithoutLogits
+from quackish.integrations.transformers.logits import Logits, WithoutLogits
 from quackish.integrations.transformers.sharded_head import loss_of_sharded_head
 from quackish.integrations.transformers.subclass import subclass, unpatched_class
 from quackish.integrations.transformers.trial import Random, difference, isolated, reason, shell
@@ -107,7 +107,7 @@ def _forward_without_logits(
     if labels is None:
         labels = kwargs["shift_labels"]  # the forward computes the loss if there are labels
     output = base.forward(view, labels=labels, return_dict=True, **kwargs)
-    fields = {name: value for name, value in output.items() if name != "logits"}
+    fields = {name: value for name, value in output.items() if not isinstance(value, Logits)}
     kind = type(output)
     if return_token_accuracy:
         kind, fields["token_accuracy"] = _with_token_accuracy(kind), view.token_accuracy
@@ -160,11 +160,11 @@ def why_unsupported(model: nn.Module) -> str:
     base, classes, has_bias = unpatched_class(model), linears[0].out_features, linears[0].bias is not None
     key = base, base.forward, head_name, classes, has_bias, model.config.to_json_string()
     if key not in _trials:
-        with isolated():
-            try:
+        try:
+            with isolated():
                 _trials[key] = _try(model, base, head_name, classes, has_bias)
-            except Exception as error:  # anything a class's forward may raise
-                _trials[key] = reason(error)
+        except Exception as error:  # anything a class's forward may raise
+            return reason(error)
     return _trials[key]
 
 
@@ -235,7 +235,7 @@ def _try(model: nn.Module, base: type, head_name: str, classes: int, has_bias: b
                 if not difference(a, b) <= 1e-4:
                     return f"its {what} is not the cross entropy of lm_head's logits: it differs by {difference(a, b):.1g}"
         if output.get("logits") is not None:
-            return "its forward returns logits in an output of another kind"
+            return f"its forward does not compute logits with self.{head_name}, or not the loss with self.loss_function"
     return ""
 
 

@@ -87,8 +87,11 @@ def formula_of(module: nn.Module) -> Formula | str:
     attributes = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     key = base, base.forward, size, repr(sorted(attributes.items(), key=lambda item: item[0]))
     if key not in _formulas:
-        with isolated():
-            _formulas[key] = _try(module, base, size)
+        try:
+            with isolated():
+                _formulas[key] = _try(module, base, size)
+        except Exception as error:  # anything a class's forward may raise
+            return reason(error)
     return _formulas[key]
 
 
@@ -96,18 +99,16 @@ def _try(module: nn.Module, base: type, size: int | None) -> Formula | str:
     norm, random, n = shell(module, base), Random(), size or getattr(module, "normalized_shape", (48,))[-1]
     if size:
         norm.weight = nn.Parameter(random.normal(n, mean=0.5, std=0.5))
-    why = "no attribute holds its eps"
+    reasons = []
     for eps in _eps_attributes(module):
         for offset in (0.0, 1.0) if size else (0.0,):
             for rule in _OUT_DTYPES if size else ("x",):
                 formula = Formula(eps, size is not None, offset, rule)
-                try:
-                    why = _why_different(norm, norm_class(base, formula), formula, random, n)
-                except Exception as error:  # anything a class's forward may raise
-                    return reason(error)
+                why = _why_different(norm, norm_class(base, formula), formula, random, n)
                 if not why:
                     return formula
-    return why
+                reasons.append(why)
+    return reasons[0] if reasons else "no attribute holds its eps"
 
 
 _DTYPES = ((torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16))

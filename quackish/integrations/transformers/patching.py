@@ -61,21 +61,24 @@ def apply(
     Raises:
         ValueError: the model is patched already or sharded by FSDP; nothing of it can be patched; with strict=True,
             an RMSNorm or the loss would be left. Nothing is patched.
-        UnsupportedError: strict=True and experts would be left. Nothing is patched.
+        UnsupportedError: strict=True and experts would be left, or there are none. Nothing is patched.
     """
     options = head_patches.HeadOptions(schedule, chunk_size, memory_limit)
     head_patches.head_class(options)  # checks them
     _check_is_whole(model)
     kinds = [kind for kind, chosen in dict(norm=norms, loss=head, experts=experts).items() if chosen]
-    entries = [entry for entry in examine(model, kinds)]
+    entries = list(examine(model, kinds))
     if any(entry.is_patched for entry in entries):
         raise ValueError("apply: the model is patched by quackish already; revert(model) first")
     left = [entry for entry in entries if entry.reason]
     wanted = [entry for entry in left if entry.is_expected]
     if strict and wanted:
-        raise _error("strict=True and quackish cannot patch", wanted)
+        raise _error(wanted, f"strict=True and quackish cannot patch: {Report(wanted)}")
+    if strict and experts and not any(entry.kind == "experts" for entry in entries):
+        raise UnsupportedError(f"apply: strict=True, experts=True and a {type(model).__name__} has no experts")
     if len(left) == len(entries):
-        raise _error(f"nothing to patch in a {type(model).__name__} with {norms=}, {head=} and {experts=}", left)
+        what = f"nothing to patch in a {type(model).__name__} with {norms=}, {head=} and {experts=}"
+        raise _error(left, f"{what}: {Report(left)}" if left else what)
     if wanted:
         warn_once(f"apply left to Transformers: {Report(wanted)}\nreport(model) lists what was patched and what was not.")
     for entry in entries:
@@ -90,9 +93,9 @@ def _check_is_whole(model: nn.Module) -> None:
         raise ValueError(f"apply: the model has a {sharded[0]}, expected a model before FSDP shards it")
 
 
-def _error(what: str, entries: list[Entry]) -> ValueError | UnsupportedError:
+def _error(entries: list[Entry], message: str) -> ValueError | UnsupportedError:
     kind = UnsupportedError if entries and all(entry.kind == "experts" for entry in entries) else ValueError
-    return kind(f"apply: {what}{': ' if entries else ''}{Report(entries)}")
+    return kind(f"apply: {message}")
 
 
 def _patch(entry: Entry, model: nn.Module, options: head_patches.HeadOptions) -> None:

@@ -1,7 +1,7 @@
 """What of a model is patched, what is not, and why."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import nn
@@ -17,7 +17,7 @@ class Entry:
     """A module that quackish patched, could patch, or cannot patch."""
 
     name: str  # as in model.named_modules()
-    module: nn.Module
+    module: nn.Module = field(repr=False)
     kind: Kind
     is_patched: bool
     reason: str = ""  # why it cannot be patched

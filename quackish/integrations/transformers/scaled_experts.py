@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from quackish.integrations.transformers import experts
 from quackish.integrations.transformers.experts import Form
 from quackish.integrations.transformers.subclass import subclass, unpatched_class
-from quackish.integrations.transformers.trial import Random, isolated
+from quackish.integrations.transformers.trial import Random, isolated, reason
 
 
 @functools.cache
@@ -68,8 +68,11 @@ def form_of(block: nn.Module) -> Form | str:
         return "its forward was replaced on the instance, as hooks of accelerate do"
     key = base, base.forward, experts.key_of(block)
     if key not in _forms:
-        with isolated():
-            _forms[key] = experts.find_form(block, block.experts, _why_different)
+        try:
+            with isolated():
+                _forms[key] = experts.find_form(block, block.experts, _why_different)
+        except Exception as error:  # anything a class's forward may raise
+            return reason(error)
     return _forms[key]
 
 

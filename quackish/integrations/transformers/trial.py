@@ -11,6 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from quackish.errors import UnsupportedError
+
 
 @contextlib.contextmanager
 def isolated() -> Iterator[None]:
@@ -85,6 +87,8 @@ def difference(got: Tensor | None, expected: Tensor | None) -> float:
 
 
 def reason(error: Exception) -> str:
-    """One line that says how a class's own forward failed in a trial."""
+    """One line about a trial that failed. It is not cached."""
+    if isinstance(error, UnsupportedError):
+        return str(error)
     first_line = str(error).strip().partition("\n")[0]
-    return f"its forward raised {type(error).__name__} in a trial: {first_line}"[:300]
+    return f"its trial raised {type(error).__name__}: {first_line}"[:300]
