@@ -96,9 +96,10 @@ class WithoutLogits:
     """
 
     def __init__(self, model: nn.Module, head_name: str, return_token_accuracy: bool = False):
-        self.__dict__.update(
-            _model=model, _head_name=head_name, _return_token_accuracy=return_token_accuracy, token_accuracy=None
-        )
+        object.__setattr__(self, "_model", model)
+        object.__setattr__(self, "_head_name", head_name)
+        object.__setattr__(self, "_return_token_accuracy", return_token_accuracy)
+        object.__setattr__(self, "token_accuracy", None)
 
     def __getattr__(self, name: str):
         value = getattr(self._model, name)
@@ -146,7 +147,7 @@ class WithoutLogits:
             loss, stats = loss
             live = target != ignore_index
             accuracy = ((stats.predicted == target) & live).sum() / live.sum().clamp(min=1)
-            self.__dict__["token_accuracy"] = accuracy
+            object.__setattr__(self, "token_accuracy", accuracy)
         if loss.dim() > 0:
             loss = from_sharded_head(loss)
         return loss if divisor is None else loss / divisor
