@@ -248,12 +248,24 @@ NOT_OURS = [
     (with_logits("Squared", lambda model, hidden: model.lm_head(hidden) ** 2), "unsupported operand type"),
     (with_logits("Twice", lambda model, hidden: model.lm_head(hidden).tanh().tanh()), "applies tanh to logits twice"),
     (with_logits("Relu", lambda model, hidden: F.relu(model.lm_head(hidden))), "applies relu to logits"),
-    (with_logits("Tensor", lambda model, hidden: model.lm_head(hidden) * hidden.mean()), "by a Tensor, expected a number"),
+    (
+        with_logits("Tensor", lambda model, hidden: model.lm_head(hidden) * hidden.mean()),
+        "by a Tensor, expected a number",
+    ),
     (with_logits("Negative", lambda model, hidden: -2.0 * model.lm_head(hidden)), "logit_scale is -2"),
-    (with_logits("Weight", lambda model, hidden: F.linear(hidden, model.lm_head.weight)), "computed from a Tensor, exp"),
+    (
+        with_logits("Weight", lambda model, hidden: F.linear(hidden, model.lm_head.weight)),
+        "computed from a Tensor, exp",
+    ),
     (Helper, "computed from a Tensor, expected lm_head's logits"),
-    (with_loss("OwnLoss", lambda model, logits, labels, hidden, **kwargs: logits.logsumexp(-1).mean()), "'logsumexp'"),
-    (with_loss("More", lambda *args, **kwargs: Model.loss_of(*args, **kwargs) + args[1].mean()), "'mean'"),
+    (
+        with_loss("OwnLoss", lambda model, logits, labels, hidden, **kwargs: logits.logsumexp(-1).mean()),
+        "logits.logsumexp, which",
+    ),
+    (
+        with_loss("More", lambda *args, **kwargs: Model.loss_of(*args, **kwargs) + args[1].mean()),
+        "logits.mean, which takes",
+    ),
     (
         with_loss("Evaluation", lambda *args, **kwargs: Model.loss_of(*args, **kwargs) * (2 - args[0].training)),
         "its loss is not the cross entropy of lm_head's logits",
@@ -283,7 +295,7 @@ def gpt_oss() -> nn.Module:
     return tiny("GptOss", head_dim=8, output_router_logits=False)
 
 
-def test_experts_of_gpt_oss():
+def test_experts_of_gpt_oss(tmp_path):
     """Sorted in memory, while state dicts have the original order; revert restores every bit."""
     model, plain = gpt_oss(), gpt_oss()
     apply(model, experts=True, strict=True)
@@ -298,6 +310,9 @@ def test_experts_of_gpt_oss():
         torch.testing.assert_close(twin.state_dict(), plain.state_dict(), rtol=0, atol=0)
     sorted_weight = model.model.layers[0].mlp.experts.gate_up_proj
     assert not torch.equal(sorted_weight, plain.model.layers[0].mlp.experts.gate_up_proj)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(loaded.state_dict(), plain.state_dict(), rtol=0, atol=0)
     state = {name: t + 1 for name, t in plain.state_dict().items()}
     kept = copy.deepcopy(state)
     model.load_state_dict(state)
@@ -313,7 +328,16 @@ def test_experts_of_gpt_oss_with_other_limits_are_left(limits):
     for layer in model.model.layers:
         layer.mlp.experts.limit = limits.get("swiglu_limit", 7.0)
         layer.mlp.experts.alpha = limits.get("swiglu_alpha", 1.702)
-    with pytest.raises(NotImplementedError, match="GptOssExperts .* differs from moe_mlp's"):
+    with pytest.raises(NotImplementedError, match=r"GptOssExperts .* differs from moe_mlp's"):
+        apply(model, experts=True, strict=True)
+
+
+def test_experts_below_a_replaced_forward_are_left():
+    """It reads their weights, which must stay in their order."""
+    model = gpt_oss()
+    mlp = model.model.layers[0].mlp
+    mlp.forward = mlp.forward
+    with pytest.raises(NotImplementedError, match=r"the forward of its GptOssMLP was replaced on the instance"):
         apply(model, experts=True, strict=True)
 
 
@@ -393,7 +417,9 @@ def test_report_and_print():
     before = report(model)
     assert {entry.kind for entry in before} == {"norm", "loss", "experts"}
     assert before.patched == []
-    assert "norm: Qwen3MoeRMSNorm (model.layers.0.self_attn.q_norm and 8 more): not patched; apply(model) can" in str(before)
+    assert "norm: Qwen3MoeRMSNorm (model.layers.0.self_attn.q_norm and 8 more): not patched; apply(model) can" in str(
+        before
+    )
     assert "quackish" not in str(model)
     apply(model)
     lines = str(report(model)).splitlines()

@@ -1,7 +1,7 @@
 """Mixtures of experts: which modules compute what `quackish.moe_mlp` does, by trial, and their patched classes.
 
-gpt-oss interleaves gate and up in memory. `patch` sorts its weights into [gate; up] in place, and `restore_weights` puts
-them back. State dicts of a patched model have the original order.
+gpt-oss interleaves gate and up in memory. `patch` sorts its weights into [gate; up] in place, and `restore_weights`
+puts them back. State dicts of a patched model have the original order.
 """
 
 import copy
@@ -36,8 +36,8 @@ def experts_class(base: type, form: Form) -> type:
     def forward(self, *args, **kwargs) -> Tensor:
         if permuted and hasattr(self, "parametrizations"):
             raise UnsupportedError(
-                f"the weights of a {base.__name__} are parametrized, as by PEFT's target_parameters; expected plain ones, "
-                "because quackish sorts them in memory. Call revert(model) before PEFT wraps it"
+                f"the weights of a {base.__name__} are parametrized, as by PEFT's target_parameters; expected plain "
+                "ones, because quackish sorts them in memory. Call revert(model) before PEFT wraps it"
             )
         x, index, weights = *args, *[kwargs[name] for name in names[len(args) :]]
         return run(self, form, x, index, weights)
@@ -100,10 +100,10 @@ def _replace_permuted(module: nn.Module, order: Callable[[Tensor], Tensor]) -> N
 
 def first_matrix(module: nn.Module) -> str | None:
     """The parameter that w1 is, if a module's own parameters are the matrices of all experts."""
-    own = module._parameters
-    if own.get("down_proj") is None or own["down_proj"].dim() != 3:
+    matrices = [name for name, p in module._parameters.items() if p is not None and p.dim() == 3]
+    if "down_proj" not in matrices:
         return None
-    return next((name for name in ("gate_up_proj", "up_proj") if own.get(name) is not None and own[name].dim() == 3), None)
+    return next((name for name in ("gate_up_proj", "up_proj") if name in matrices), None)
 
 
 def takes(module: nn.Module) -> list[str]:
@@ -115,7 +115,7 @@ _forms: dict[tuple, Form | str] = {}
 
 
 def form_of(experts: nn.Module) -> Form | str:
-    """What a module of experts computes, or why `quackish.moe_mlp` cannot. Trials are cached per class and attributes."""
+    """What a module of experts computes, or why `quackish.moe_mlp` cannot. Cached per class and attributes."""
     base = unpatched_class(experts)
     if "forward" in vars(experts):
         return "its forward was replaced on the instance, as hooks of accelerate do"

@@ -1,4 +1,4 @@
-"""The loss of language models: which forwards work without logits, by trial, and the patched classes of model and head."""
+"""Losses of language models: which forwards work without logits, by trial, and the patched classes."""
 
 import copy
 import dataclasses
@@ -135,15 +135,17 @@ _trials: dict[tuple, str] = {}
 
 def head_name_of(model: nn.Module) -> str | None:
     """The attribute of a model that holds its head."""
-    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    head = model.get_output_embeddings()
     return next((name for name, child in model.named_children() if child is head), None)
 
 
 def why_unsupported(model: nn.Module) -> str:
     """Why the loss of a model, PEFT's wrapper removed, is left to Transformers; "" if quackish can compute it."""
+    if not isinstance(model, PreTrainedModel):
+        return f"a {type(model).__name__} is no model of Transformers"
     head_name = head_name_of(model)
     if head_name is None:
-        return f"a {type(model).__name__} is no Transformers model with a head of its own"
+        return "it has no output embeddings as a submodule of its own"
     if "forward" in vars(model):
         return "its forward was replaced on the instance, as hooks of accelerate do"
     if model.loss_function is not ForCausalLMLoss:
@@ -219,21 +221,20 @@ def _try(model: nn.Module, base: type, head_name: str, classes: int, has_bias: b
     labels = random.integers(classes, batch, length)
     labels[0, 1:3] = -100
     leaves = [hidden, *head.parameters()]
+
+    def run(patched: bool, training: bool, **arguments) -> tuple[ModelOutput, list[Tensor]]:
+        small.__class__ = model_class(base, head_name, HeadOptions()) if patched else base
+        head.__class__ = head_class(HeadOptions()) if patched else nn.Linear
+        output = small.train(training)(input_ids=ids, labels=labels, **arguments)
+        return output, [output.loss, *torch.autograd.grad(output.loss, leaves)]
+
     for arguments in (dict(), dict(num_items_in_batch=torch.tensor(3)), dict(shift_labels=labels.flip(1))):
-        losses, grads = [], []
-        for patched in (False, True):
-            small.__class__ = model_class(base, head_name, HeadOptions()) if patched else base
-            head.__class__ = head_class(HeadOptions()) if patched else nn.Linear
-            for training in (True, False) if not patched else (True,):
-                small.train(training)
-                output = small(input_ids=ids, labels=labels, **arguments)
-                losses.append(output.loss)
-                grads.append(torch.autograd.grad(output.loss, leaves))
-        trained, evaluated, ours = zip(losses, grads, strict=True)
-        for other in (trained, evaluated):
-            for what, a, b in zip(("loss", *["gradient"] * len(leaves)), (ours[0], *ours[1]), (other[0], *other[1]), strict=True):
-                if not difference(a, b) <= 1e-4:
-                    return f"its {what} is not the cross entropy of lm_head's logits: it differs by {difference(a, b):.1g}"
+        output, ours = run(patched=True, training=True, **arguments)
+        for training in (True, False):
+            _, theirs = run(patched=False, training=training, **arguments)
+            worst = max(difference(a, b) for a, b in zip(ours, theirs, strict=True))
+            if not worst <= 1e-4:
+                return f"its loss is not the cross entropy of lm_head's logits: it or a gradient differs by {worst:.1g}"
         if output.get("logits") is not None:
             return f"its forward does not compute logits with self.{head_name}, or not the loss with self.loss_function"
     return ""

@@ -1,8 +1,8 @@
 """Runs the forward of a language model without its logits.
 
-The model's own forward runs with a `WithoutLogits` for `self`. There `self.lm_head(hidden)` gives `Logits`, which record
-what the forward does to them, and `self.loss_function(logits, labels, ...)` computes the loss from the hidden states.
-So hidden states, auxiliary losses and outputs are the model's, and its scale and softcap are those of this call.
+The model's own forward runs with a `WithoutLogits` for `self`. There `self.lm_head(hidden)` gives `Logits`, which
+record what the forward does to them, and `self.loss_function(logits, labels, ...)` computes the loss from the hidden
+states. So hidden states, auxiliary losses and outputs are the model's, as are the scale and softcap of this call.
 """
 
 import torch
@@ -14,7 +14,7 @@ from quackish.integrations.transformers.sharded_head import from_sharded_head
 
 
 class Logits:
-    """Stands for multiplier / divisor * tanh(z / softcap), or of z without softcap; z = lm_head(hidden) is not computed."""
+    """Logits that are not computed: multiplier / divisor * tanh(z / softcap), or * z, where z = lm_head(hidden)."""
 
     def __init__(self, head: nn.Module, hidden: Tensor, softcap=None, multiplier=1.0, divisor=1.0):
         self.head, self.hidden = head, hidden
@@ -62,6 +62,9 @@ class Logits:
     @property
     def shape(self) -> torch.Size:
         return torch.Size((*self.hidden.shape[:-1], self.head.weight.shape[0]))
+
+    def __getattr__(self, name: str):
+        raise AttributeError(f"the forward uses logits.{name}, which takes all logits")
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):

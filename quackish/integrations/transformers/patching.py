@@ -80,7 +80,7 @@ def apply(
         what = f"nothing to patch in a {type(model).__name__} with {norms=}, {head=} and {experts=}"
         raise _error(left, f"{what}: {Report(left)}" if left else what)
     if wanted:
-        warn_once(f"apply left to Transformers: {Report(wanted)}\nreport(model) lists what was patched and what was not.")
+        warn_once(f"apply left to Transformers: {Report(wanted)}\nreport(model) lists what was patched and what not.")
     for entry in entries:
         if not entry.reason:
             _patch(entry, model, options)

@@ -69,6 +69,14 @@ def experts_form(module: nn.Module) -> experts.Form | str:
     return scaled_experts.form_of(module) if scaled_experts.is_block(module) else experts.form_of(module)
 
 
+def _why_bypassed(model: nn.Module, name: str) -> str:
+    """Kernels of a hub replace the forward of the parent, and read the weights of the experts there."""
+    parent = model.get_submodule(name.rpartition(".")[0])
+    if "forward" not in vars(parent):
+        return ""
+    return f"the forward of its {type(parent).__name__} was replaced on the instance"
+
+
 def _why(proof: tuple | str) -> str:
     """The reason that a trial gave, "" if it gave a formula."""
     return proof if isinstance(proof, str) else ""
@@ -81,7 +89,8 @@ def examine(model: nn.Module, kinds: Sequence[Kind] = ("norm", "loss", "experts"
         if "norm" in kinds and norms.is_norm(module):
             yield Entry(name, module, "norm", done, "" if done else _why(norms.formula_of(module)))
         if "experts" in kinds and is_experts(module):
-            yield Entry(name, module, "experts", done, "" if done else _why(experts_form(module)))
+            reason = "" if done else _why_bypassed(model, name) or _why(experts_form(module))
+            yield Entry(name, module, "experts", done, reason)
     if "loss" in kinds:
         whole = head.base_model(model)
         name, done = next(name for name, module in model.named_modules() if module is whole), is_patched(whole)

@@ -1,7 +1,7 @@
 """Experts whose inputs, not outputs, the router's scores scale, as in Llama 4.
 
-The forward of such a block, `self.experts(hidden * scores)`, multiplies every token by every expert, most of them with a
-score of 0. The patched one multiplies each token by its top k experts, and uses the block's `router`, `experts`,
+The forward of such a block, `self.experts(hidden * scores)`, multiplies every token by every expert, most of them with
+a score of 0. The patched one multiplies each token by its top k experts, and uses the block's `router`, `experts`,
 `shared_expert` and `top_k`.
 """
 
