@@ -104,6 +104,7 @@ LEVELS = [
     {**_TEXT, **_EXPERTS},
     {**_TEXT, **_EXPERTS, **_LATENT, **_LINEAR, "num_hidden_layers": 8},
     {**_TEXT, "num_hidden_layers": 8},
+    {**_TEXT, **_EXPERTS, **_LATENT, "num_key_value_heads": 4},
     {**_FEW_HEADS, **_TWO, "hidden_size": 256},  # rotary embeddings of three parts need heads of 128 or 64
     {**_FEW_HEADS, **_TWO, "hidden_size": 128},
     _FEW_HEADS,
