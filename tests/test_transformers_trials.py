@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import quackish
-from tests.test_transformers import SIZES, V, assert_same_step, step, tiny
+from tests.test_transformers import SIZES, V, assert_same_step, interleaved, step, tiny
 
 transformers = pytest.importorskip("transformers", minversion="5")
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm  # noqa: E402
@@ -287,12 +287,8 @@ def test_forwards_with_another_loss(kind, reason):
 # Experts --------------------------------------------------------------------------------------------------------------
 
 
-def interleaved(grad: torch.Tensor) -> torch.Tensor:
-    return torch.stack(grad.chunk(2, dim=-1), dim=-1).flatten(-2)
-
-
 def gpt_oss() -> nn.Module:
-    return tiny("GptOss", head_dim=8, output_router_logits=False)
+    return tiny("GptOss", output_router_logits=False)
 
 
 def test_experts_of_gpt_oss(tmp_path):
@@ -351,18 +347,7 @@ def test_parametrized_experts_of_gpt_oss():
 
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_experts_of_llama_4(top_k):
-    def llama4():
-        config = transformers.Llama4TextConfig(
-            **SIZES, head_dim=8, intermediate_size_mlp=48, num_local_experts=4, num_experts_per_tok=top_k,
-            interleave_moe_layer_step=1,
-        )  # fmt: skip
-        torch.manual_seed(0)
-        model = transformers.Llama4ForCausalLM(config).train()
-        for p in model.parameters():
-            nn.init.normal_(p, std=0.3)
-        return model
-
-    model, plain = llama4(), llama4()
+    model, plain = (tiny("Llama4", num_experts_per_tok=top_k) for _ in range(2))
     classes = [type(module) for module in model.modules()]
     apply(model, experts=True, strict=True)
     assert "patched" in str(report(model)).split("Llama4TextMoe")[1]
