@@ -163,7 +163,9 @@ def test_bf16_error_is_within_that_of_unpatched_model(family, experts, device):
     for name, grad in grads_truth.items():
         error, allowed = ((grads[name].float() - grad).norm() for grads in (grads_got, grads_expected))
         assert grads_got[name].dtype == torch.bfloat16
-        assert error <= 1.5 * allowed or grad.numel() < 8, name  # errors of a few elements vary
+        assert error <= 1.5 * allowed + 2**-8 * grad.norm(), (
+            name
+        )  # a bias of few elements may have a small error by luck
 
 
 @pytest.mark.parametrize("family", ["Qwen3", "Gemma2", "Olmo2"])

@@ -221,6 +221,16 @@ class Helper(Model):
         return model.head(hidden)
 
 
+class Delegating(transformers.LlamaForCausalLM):
+    """All of its forward is a method, whose self is the model."""
+
+    def forward(self, input_ids=None, labels=None, logits_to_keep=0, **kwargs):
+        return self.run(input_ids=input_ids, labels=labels, **kwargs)
+
+    def run(self, **kwargs):
+        return transformers.LlamaForCausalLM.forward(self, **kwargs)
+
+
 def own_model(kind: type) -> nn.Module:
     config = transformers.LlamaConfig(**SIZES)
     config.scale, config.cap = 2.0, 3.0
@@ -257,6 +267,7 @@ NOT_OURS = [
         with_logits("Weight", lambda model, hidden: F.linear(hidden, model.lm_head.weight)),
         "computed from a Tensor, exp",
     ),
+    (Delegating, "its forward does not compute logits with self.lm_head, or not the loss with self.loss_function"),
     (Helper, "computed from a Tensor, expected lm_head's logits"),
     (
         with_loss("OwnLoss", lambda model, logits, labels, hidden, **kwargs: logits.logsumexp(-1).mean()),
@@ -375,6 +386,15 @@ def test_trials_leave_the_callers_state_alone():
             apply(model, experts=True, strict=True)
         assert torch.equal(torch.get_rng_state(), random)
         assert_same_step(step(model), step(plain))
+
+
+def test_dropout_in_a_trial():
+    """Its loss is random, so it is left; the caller's random state is not used."""
+    model = own_model(with_logits("Dropout", lambda model, hidden: model.lm_head(F.dropout(hidden, 0.5))))
+    random = torch.get_rng_state()
+    (entry,) = [entry for entry in report(model) if entry.kind == "loss"]
+    assert torch.equal(torch.get_rng_state(), random)
+    assert "its loss is not the cross entropy" in entry.reason
 
 
 def test_models_on_meta():

@@ -18,8 +18,7 @@ from quackish.errors import UnsupportedError
 def isolated() -> Iterator[None]:
     """Context in which trials run."""
     with (
-        torch.inference_mode(False),
-        torch.enable_grad(),
+        torch.inference_mode(False),  # turns gradients on too
         torch.autocast("cpu", enabled=False),
         torch.device("cpu"),
         torch.compiler.set_stance("force_eager"),
