@@ -50,7 +50,7 @@ def test_annotations_can_be_read():
 
 def test_applied_has_all_options_of_apply():
     pytest.importorskip("transformers", minversion="5")
-    from quackish.integrations import transformers
+    from quackish.integrations.transformers import patching
 
-    check_options(transformers.apply, transformers._ApplyOptions)
-    assert get_type_hints(transformers.applied)["model"] is transformers.Model
+    check_options(patching.apply, patching._ApplyOptions)
+    assert get_type_hints(patching.applied)["model"] is patching.Model

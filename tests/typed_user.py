@@ -187,6 +187,7 @@ def models(model: Model) -> None:
     )
     assert_type(patched, Model)
     assert_type(quackish.integrations.transformers.revert(model), Model)
+    assert_type(quackish.integrations.transformers.report(model).left[0].reason, str)
     with quackish.integrations.transformers.applied(model, experts=True) as patched:
         assert_type(patched, Model)
 

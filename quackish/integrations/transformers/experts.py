@@ -1,0 +1,221 @@
+"""Mixtures of experts: which modules compute what `quackish.moe_mlp` does, by trial, and their patched classes.
+
+gpt-oss interleaves gate and up in memory. `patch` sorts its weights into [gate; up] in place, and `restore_weights`
+puts them back. State dicts of a patched model have the original order.
+"""
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import quackish
+from quackish.errors import UnsupportedError
+from quackish.integrations.transformers.subclass import subclass, unpatched_class
+from quackish.integrations.transformers.trial import Random, difference, isolated, reason, small_copy
+
+
+class Form(NamedTuple):
+    """How a class of experts computes, and how its weights lie in memory."""
+
+    activation: str  # as in quackish.moe_mlp
+    first: str  # the parameter that w1 is
+    is_transposed: bool  # w1 is (E, H, 2I) and w2 (E, I, H)
+    is_interleaved: bool = False  # w1 has [gate 0, up 0, gate 1, up 1, ...]
+
+
+@functools.cache
+def experts_class(base: type, form: Form) -> type:
+    names = list(inspect.signature(base.forward).parameters)[1:]  # hidden states, index and weights
+    permuted = (form.first, f"{form.first}_bias") if form.is_interleaved else ()
+
+    def forward(self, *args, **kwargs) -> Tensor:
+        if permuted and hasattr(self, "parametrizations"):
+            raise UnsupportedError(
+                f"the weights of a {base.__name__} are parametrized, as by PEFT's target_parameters; expected plain "
+                "ones, because quackish sorts them in memory. Call revert(model) before PEFT wraps it"
+            )
+        x, index, weights = *args, *[kwargs[name] for name in names[len(args) :]]
+        return run(self, form, x, index, weights)
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        base._save_to_state_dict(self, destination, prefix, keep_vars)
+        for name in permuted:
+            if prefix + name in destination:
+                destination[prefix + name] = _interleaved(destination[prefix + name])
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        for name in permuted:
+            if prefix + name in state_dict:  # a dict of this module
+                state_dict[prefix + name] = _sorted(state_dict[prefix + name])
+        base._load_from_state_dict(self, state_dict, prefix, *args)
+
+    methods = {}
+    if permuted:
+        methods = dict(_save_to_state_dict=_save_to_state_dict, _load_from_state_dict=_load_from_state_dict)
+    return subclass(base, forward, (experts_class, base, form), permuted=permuted, **methods)
+
+
+def run(experts: nn.Module, form: Form, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    w1, w2 = getattr(experts, form.first), experts.down_proj
+    if form.is_transposed:
+        w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
+    b1, b2 = getattr(experts, f"{form.first}_bias", None), getattr(experts, "down_proj_bias", None)
+    out = quackish.moe_mlp(x, index, weights, w1, w2, activation=form.activation, b1=b1, b2=b2)
+    return out.to(x.dtype)  # under autocast, out has autocast's dtype
+
+
+def _sorted(t: Tensor) -> Tensor:
+    """(..., [gate 0, up 0, gate 1, ...]) as (..., [gate 0, gate 1, ..., up 0, ...]), by views that DTensors have."""
+    return t.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+
+
+def _interleaved(t: Tensor) -> Tensor:
+    return t.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+
+
+def patch(experts: nn.Module, form: Form) -> None:
+    experts.__class__ = experts_class(type(experts), form)
+    _replace_permuted(experts, _sorted)
+
+
+def restore_weights(module: nn.Module) -> None:
+    """Undoes what `patch` did to the weights; does nothing to other modules."""
+    _replace_permuted(module, _interleaved)
+
+
+@torch.no_grad()
+def _replace_permuted(module: nn.Module, order: Callable[[Tensor], Tensor]) -> None:
+    for name in getattr(type(module), "permuted", ()):
+        weight = getattr(module, name)
+        weight.copy_(order(weight))
+
+
+# Trials ---------------------------------------------------------------------------------------------------------------
+
+
+def first_matrix(module: nn.Module) -> str | None:
+    """The parameter that w1 is, if a module's own parameters are the matrices of all experts."""
+    matrices = [name for name, p in module._parameters.items() if p is not None and p.dim() == 3]
+    if "down_proj" not in matrices:
+        return None
+    return next((name for name in ("gate_up_proj", "up_proj") if name in matrices), None)
+
+
+def takes(module: nn.Module) -> list[str]:
+    """The names of the arguments of a module's forward."""
+    return list(inspect.signature(unpatched_class(module).forward).parameters)[1:]
+
+
+_forms: dict[tuple, Form | str] = {}
+
+
+def form_of(experts: nn.Module) -> Form | str:
+    """What a module of experts computes, or why `quackish.moe_mlp` cannot. Cached per class and attributes."""
+    base = unpatched_class(experts)
+    if "forward" in vars(experts):
+        return "its forward was replaced on the instance, as hooks of accelerate do"
+    if len(takes(experts)) != 3:
+        return f"its forward takes ({', '.join(takes(experts))}), expected hidden states, indices and weights"
+    key = base, base.forward, key_of(experts)
+    if key not in _forms:
+        try:
+            with isolated():
+                _forms[key] = find_form(experts, experts, _why_different)
+        except Exception as error:  # anything a class's forward may raise
+            return reason(error)
+    return _forms[key]
+
+
+def key_of(module: nn.Module) -> str:
+    """What a trial depends on beside the class."""
+    shapes = [(name, tuple(p.shape)) for name, p in module.named_parameters()]
+    attributes = [(name, value) for name, value in sorted(vars(module).items()) if not name.startswith("_")]
+    return repr((shapes, attributes, list(module.children())))
+
+
+_GATED, _PLAIN = ("swiglu", "clamped_swiglu", "geglu"), ("silu", "relu2")
+
+
+def find_form(module: nn.Module, experts: nn.Module, why_different: Callable[[nn.Module, Form], str]) -> Form | str:
+    """The first form in which a small copy of `module`, which has or is `experts`, computes the same with quackish."""
+    why = "its weights have other shapes than [gate; up] and down"
+    for form in _candidates(experts):
+        small = small_copy(module, unpatched_class(module), _small_sizes(experts, form), Random())
+        for part in small.modules():
+            if hasattr(part, "config"):
+                part.config = copy.copy(part.config)
+                part.config._experts_implementation = "eager"
+        why = why_different(small, form)
+        if not why:
+            return form
+    return why
+
+
+def _candidates(experts: nn.Module) -> list[Form]:
+    """Forms whose shapes fit."""
+    first = first_matrix(experts)
+    w1, w2 = experts._parameters[first].shape, experts._parameters["down_proj"].shape
+    factor, activations = (2, _GATED) if first == "gate_up_proj" else (1, _PLAIN)
+    forms = []
+    for is_transposed in (False, True):
+        (rows, h1), (h2, inner) = ((w1[2], w1[1]), (w2[2], w2[1])) if is_transposed else (w1[1:], w2[1:])
+        if w1[0] == w2[0] and h1 == h2 and rows == factor * inner:
+            for activation in activations:
+                forms.append(Form(activation, first, is_transposed))
+                if is_transposed and factor == 2:
+                    forms.append(Form(activation, first, is_transposed, True))
+    return forms
+
+
+def _small_sizes(experts: nn.Module, form: Form) -> dict[int, int]:
+    """Small sizes for hidden and intermediate ones, as equal and as different as these are."""
+    hidden, inner = experts._parameters["down_proj"].shape[1:][:: -1 if form.is_transposed else 1]
+    return {hidden: 24, inner: 8, 2 * inner: 16}
+
+
+def _why_different(small: nn.Module, form: Form) -> str:
+    """How a class's own forward differs from the patched one's, "" if it does not."""
+    random, tokens, base = Random(1), 6, type(small)
+    num_experts, hidden = small.down_proj.shape[0], small.down_proj.shape[1 + form.is_transposed]
+    grad, largest = random.normal(tokens, hidden), min(2, num_experts)
+    for scale in (1.0, 300.0):  # large activations reach limits
+        weights, index = random.normal(tokens, num_experts).softmax(1).topk(largest)
+        arguments = random.normal(tokens, hidden, std=scale), index, weights
+        expected = run_trial(small, arguments, grad)
+        patch(small, form)
+        got = run_trial(small, arguments, grad)
+        for name in type(small).permuted:
+            got[name] = _interleaved(got[name])
+        restore_weights(small)
+        small.__class__ = base
+        if why := compare_trials(got, expected):
+            return why
+    return ""
+
+
+def run_trial(small: nn.Module, arguments: tuple[Tensor, ...], grad: Tensor) -> dict[str, Tensor | None]:
+    """The (first) output, and the gradients of floating arguments and parameters."""
+    leaves, inputs = {}, []
+    for i, argument in enumerate(arguments):
+        if argument.is_floating_point():
+            argument = leaves[f"argument {i + 1}"] = argument.clone().requires_grad_()
+        inputs.append(argument)
+    leaves.update(small.named_parameters())
+    out = small(*inputs)
+    out, *others = out if isinstance(out, tuple) else (out,)
+    grads = torch.autograd.grad(out, list(leaves.values()), grad, allow_unused=True)
+    outputs = {f"output {i + 1}": t.detach() for i, t in enumerate((out, *others))}
+    return {**outputs, **dict(zip(leaves, grads, strict=True))}
+
+
+def compare_trials(got: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> str:
+    for name, truth in expected.items():
+        if not difference(got[name], truth) <= 1e-4:
+            what = name if name.startswith("output") else f"the gradient of {name}"
+            return f"{what} differs from moe_mlp's by {difference(got[name], truth):.1g}"
+    return ""

@@ -1,0 +1,97 @@
+"""What of a model is patched, what is not, and why."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import nn
+
+from quackish.integrations.transformers import experts, head, norms, scaled_experts
+from quackish.integrations.transformers.subclass import is_patched
+
+Kind = Literal["norm", "loss", "experts"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A module that quackish patched, could patch, or cannot patch."""
+
+    name: str  # as in model.named_modules()
+    module: nn.Module = field(repr=False)
+    kind: Kind
+    is_patched: bool
+    reason: str = ""  # why it cannot be patched
+
+    @property
+    def is_expected(self) -> bool:
+        """False for LayerNorms and the like, which quackish has no function for."""
+        return self.kind != "norm" or "RMSNorm" in type(self.module).__name__
+
+
+class Report(list[Entry]):
+    """What `report` returns: a list of `Entry`. Printed, it has one line for each class and reason."""
+
+    @property
+    def patched(self) -> list[Entry]:
+        return [entry for entry in self if entry.is_patched]
+
+    @property
+    def left(self) -> list[Entry]:
+        return [entry for entry in self if not entry.is_patched]
+
+    def __str__(self) -> str:
+        groups: dict[tuple, list[Entry]] = {}
+        for entry in self:
+            state = "patched" if entry.is_patched else entry.reason or "not patched; apply(model) can"
+            groups.setdefault((entry.kind, type(entry.module).__name__, state), []).append(entry)
+        lines = []
+        for (kind, name, state), entries in groups.items():
+            where = entries[0].name or "the model"
+            more = f" and {len(entries) - 1} more" if len(entries) > 1 else ""
+            lines.append(f"{kind}: {name} ({where}{more}): {state}")
+        return "\n".join(lines)
+
+
+def report(model: nn.Module) -> Report:
+    """Lists the norms, losses and experts of a model: patched ones, and the others with a reason. Print it.
+
+    Works before `apply` too. Changes nothing. After FSDP shards the model, only patched modules are examined in full.
+    """
+    return Report(examine(model))
+
+
+def is_experts(module: nn.Module) -> bool:
+    is_plain = experts.first_matrix(module) is not None and not scaled_experts.is_inner(module)
+    return is_plain or scaled_experts.is_block(module)
+
+
+def experts_form(module: nn.Module) -> experts.Form | str:
+    return scaled_experts.form_of(module) if scaled_experts.is_block(module) else experts.form_of(module)
+
+
+def _why_bypassed(model: nn.Module, name: str) -> str:
+    """Kernels of a hub replace the forward of the parent, and read the weights of the experts there."""
+    parent = model.get_submodule(name.rpartition(".")[0])
+    if "forward" not in vars(parent):
+        return ""
+    return f"the forward of its {type(parent).__name__} was replaced on the instance"
+
+
+def _why(proof: tuple | str) -> str:
+    """The reason that a trial gave, "" if it gave a formula."""
+    return proof if isinstance(proof, str) else ""
+
+
+def examine(model: nn.Module, kinds: Sequence[Kind] = ("norm", "loss", "experts")) -> Iterator[Entry]:
+    """An entry for each norm and each module of experts, and one for the loss."""
+    for name, module in model.named_modules():
+        done = is_patched(module)
+        if "norm" in kinds and norms.is_norm(module):
+            yield Entry(name, module, "norm", done, "" if done else _why(norms.formula_of(module)))
+        if "experts" in kinds and is_experts(module):
+            reason = "" if done else _why_bypassed(model, name) or _why(experts_form(module))
+            yield Entry(name, module, "experts", done, reason)
+    if "loss" in kinds:
+        whole = head.base_model(model)
+        name, done = next(name for name, module in model.named_modules() if module is whole), is_patched(whole)
+        yield Entry(name, whole, "loss", done, "" if done else head.why_unsupported(whole))
