@@ -44,8 +44,8 @@ def test_trainer_learns_the_same(tmp_path, monkeypatch):
     function = quackish.linear_cross_entropy
     monkeypatch.setattr(quackish, "linear_cross_entropy", lambda *a, **kw: calls.append(kw) or function(*a, **kw))
     model, ours = trained(tmp_path, [callback(schedule="recompute")])
-    assert len(calls) == len(ours) == 4
-    assert {call["schedule"] for call in calls} == {"recompute"}
+    steps = [call for call in calls if call["schedule"] == "recompute"]  # without those of apply's trial
+    assert len(steps) == len(ours) == 4
     assert type(model.model.norm).forward is not type(model_and_rows()[0].model.norm).forward
     for got, want in zip(ours, theirs, strict=True):
         assert got == pytest.approx(want, rel=1e-4)
