@@ -105,10 +105,7 @@ class GemmSm100(UmmaKernel):
         sB, sB_mma = self.allocate(smem, b_operand)
         staging = self.epilogue.allocate(smem)
         loaded, done = self.pipelines()
-        memory = self.allocate_tensor_memory()  # initializes a barrier, too
-        pipeline.pipeline_init_arrive(cluster_shape_mn=(self.ctas, 1), is_relaxed=True)
-        accs = self.accumulators(memory, mma)
-        pipeline.pipeline_init_wait(cluster_shape_mn=(self.ctas, 1))
+        memory, accs = self.tensor_memory(mma)
 
         after_previous()
         # problem size: live rows, tiles, steps along k

@@ -77,9 +77,7 @@ class GroupedGemmSm100(GroupedOperands, UmmaKernel):
         staging = self.epilogue.allocate(smem)
         shared = self.walk.allocate(smem)
         loaded, done = self.pipelines()
-        memory = self.allocate_tensor_memory()  # initializes a barrier, too
-        pipeline.pipeline_init_arrive(cluster_shape_mn=(self.ctas, 1), is_relaxed=True)
-        accs = self.accumulators(memory, mma)
+        memory, accs = self.tensor_memory(mma)
 
         after_previous()
         # the groups and their tiles
@@ -90,7 +88,6 @@ class GroupedGemmSm100(GroupedOperands, UmmaKernel):
         else:
             tiles_m = cute.ceil_div(args.m, c.cluster_rows)
         walk = self.walk.begin(shared, args, tiles_m, tiles_n, k_steps)
-        pipeline.pipeline_init_wait(cluster_shape_mn=(self.ctas, 1))
 
         if warp == TMA_WARP:
             self.produce(a_atom, b_atoms, sA, sB, loaded, args, walk)

@@ -116,21 +116,25 @@ class UmmaKernel(GemmKernel):
         )  # fmt: skip
         return loaded, done
 
-    def allocate_tensor_memory(self):
-        """Called by all threads. Blocks while another CTA of the SM holds tensor memory."""
-        memory = cutlass.memory.TmemAllocator(
+    def tensor_memory(self, mma):
+        """Called by all threads, after `pipelines`. (its allocator, all accumulators).
+
+        The accumulators are (the MMA's values, 1, 1, ACCUMULATORS). Blocks while another CTA of the SM holds tensor
+        memory. Call it before CTAs of the next kernel may start: one that takes tensor memory waits for this kernel.
+        """
+        memory = cutlass.memory.TmemAllocator(  # with two CTAs, initializes a barrier, too
             barrier_for_retrieve=pipeline.NamedBarrier(barrier_id=ALLOCATED, num_threads=self.config.threads),
             allocator_warp_id=0, is_two_cta=self.ctas == 2,
         )  # fmt: skip
+        cluster = (self.ctas, 1)
+        pipeline.pipeline_init_arrive(cluster_shape_mn=cluster, is_relaxed=True)
+        pipeline.pipeline_init_wait(cluster_shape_mn=cluster)
+        # Two CTAs allocate through barriers in each other's shared memory, so both must have started.
         memory.allocate(ACCUMULATORS * self.config.tile_n)
         memory.relinquish_alloc_permit()
-        return memory
-
-    def accumulators(self, memory, mma):
-        """All accumulators: (the MMA's values, 1, 1, ACCUMULATORS)."""
         memory.wait_for_alloc()
         shape = cute.append(mma.partition_shape_C(self.tile[:2]), ACCUMULATORS)
-        return cute.make_tensor(memory.retrieve_ptr(Float32), mma.make_fragment_C(shape).layout)
+        return memory, cute.make_tensor(memory.retrieve_ptr(Float32), mma.make_fragment_C(shape).layout)
 
     @cute.jit
     def multiply_tile(self, mma, accs, rA, rB, loaded, done, read, written, steps: Int32):
