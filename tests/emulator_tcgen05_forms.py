@@ -38,6 +38,7 @@ mov.u32 %w, %tid.x; mov.u32 %rank, %cluster_ctarank;
 add.u32 %slot, %base, {SLOT}; add.u32 %bar, %base, {BARRIER};
 cvt.u64.u32 %generic, %slot; cvta.shared.u64 %generic, %generic;
 setp.lt.u32 %first, %w, 32; setp.eq.u32 %one, %w, 0; mov.b32 %n, {COLUMNS};
+{cluster}
 @!%first bra ALLOCATED;
 {opcodes["alloc"]} {slot}, %n;
 {opcodes["relinquish"]};

@@ -130,8 +130,10 @@ def test_ctas_of_an_sm_share_its_tensor_memory():
         run(body, columns, np.zeros(1, np.uint32), grid=4, gpu=ONE_SM)
 
 
+STARTED = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;\n"  # both CTAs
 PAIR = (
-    ALLOCATE.format(64)
+    STARTED
+    + ALLOCATE.format(64)
     + """
 mov.u32 %a, %clusterid.x; setp.eq.u32 %p, %a, 2; selp.b32 %a, 1000, 1, %p;
 LOOP: add.u32 %a, %a, -1; setp.gt.s32 %p, %a, 0; @%p bra LOOP;
@@ -151,6 +153,12 @@ def test_the_ctas_of_a_pair_are_on_different_sms():
         run(PAIR, grid=2, cluster=2, gpu=ONE_SM)
 
 
+def test_a_pair_that_allocates_before_both_ctas_have_started():
+    for seed in range(4):
+        with pytest.raises(emulator.Fault, match="alloc before a barrier of the cluster"):
+            run(PAIR.removeprefix(STARTED), grid=2, cluster=2, seed=seed)
+
+
 ISSUE = """
 add.u32 %bar, %base, 64;
 @%first mbarrier.init.shared.b64 [%bar], 1;
@@ -166,7 +174,7 @@ barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
 
 def test_a_cta_that_leaves_before_its_peer():
     """One that exits at the end of the cluster's barrier is right."""
-    pair = (ALLOCATE.format(64) + FREE.format(64)).replace("::1", "::2")
+    pair = (STARTED + ALLOCATE.format(64) + FREE.format(64)).replace("::1", "::2")
     for seed in range(4):
         run(pair + ISSUE.replace("EXIT", ""), grid=2, cluster=2, seed=seed)
         with pytest.raises(emulator.Fault, match=r".cta_group::2 in CTA \(0, 0, 0\).*, whose peer CTA has exited"):
@@ -247,7 +255,7 @@ def test_stores_to_tensor_memory_are_late_until_they_wait(stored, loaded, arrive
 def test_tensor_memory_freed_too_early(access, ctas):
     access = access.replace("LOAD", "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%a}, [%b];")
     wait = f"tcgen05.wait::{'st' if '.st.' in access else 'ld'}.sync.aligned;"
-    body, free = ALLOCATE.format(32) + "ld.shared.b32 %b, [%base];" + access, FREE.format(32)
+    body, free = STARTED + ALLOCATE.format(32) + "ld.shared.b32 %b, [%base];" + access, FREE.format(32)
     body, free = (part.replace("::1", f"::{ctas}") for part in (body, free))
     run(body + wait + free, grid=ctas, cluster=ctas)
     with pytest.raises(emulator.Fault, match=r"tcgen05.dealloc of tensor memory(.|\n)*end of work that accesses it"):

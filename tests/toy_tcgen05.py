@@ -128,12 +128,12 @@ class Gemm:
             is_two_cta=self.ctas == 2,
         )
         pipeline.pipeline_init_arrive(cluster_shape_mn=(self.ctas, 1), is_relaxed=True)
-        tmem.allocate(columns)
+        pipeline.pipeline_init_wait(cluster_shape_mn=(self.ctas, 1))
+        tmem.allocate(columns)  # by both CTAs of a pair, which have started
         tmem.relinquish_alloc_permit()
         tmem.wait_for_alloc()
         shape = mma.partition_shape_C((rows, columns))
         acc = cute.make_tensor(tmem.retrieve_ptr(Float32), mma.make_fragment_C(shape).layout)
-        pipeline.pipeline_init_wait(cluster_shape_mn=(self.ctas, 1))
         row_tiles, depth_tiles = cute.ceil_div(mD.shape[0], rows), cute.ceil_div(cute.shape(mA)[1], depth)
         total = row_tiles * cute.ceil_div(mD.shape[1], columns)
 

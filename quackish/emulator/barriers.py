@@ -136,6 +136,7 @@ class ClusterBarrier:
     def __init__(self, cluster: Any):
         self.cluster = cluster
         self.arrived: dict[int, int] = {}  # rank -> threads
+        self.passed: dict[int, int] = {}  # rank -> threads that have waited: they know that all CTAs have started
         self.clock: Clock | None = None  # what precedes the arrivals
         self.completed: Clock | None = None  # what precedes the end of the last phase
         self.waiting: list[Parked] = []
@@ -174,6 +175,7 @@ class ClusterBarrier:
 
     def wait(self, cta: Cta, mask: int, block: int) -> None:
         """Parks the threads of which the phase is not complete; the others go on at `block`."""
+        self.passed[cta.rank] = self.passed.get(cta.rank, 0) | mask  # they go on once all have arrived
         pending = self.arrived.get(cta.rank, 0) & mask
         if pending:
             self.waiting.append(cta.park(pending, block, self.__str__))

@@ -59,6 +59,9 @@ def _meet(lanes, following, what, operands):
     cta = lanes.cta
     meetings, key = cta.cluster.meetings, (what, cta.rank // 2)
     peer_of(cta)
+    # "When .cta_group::2 is specified, the issuing warp must make sure that peer CTA is launched"
+    if lanes.mask & ~cta.cluster.barrier.passed.get(cta.rank, 0):
+        raise Fault(f"tcgen05.{what} before a barrier of the cluster: the peer of {cta} may not have started")
     other = meetings.get(key)
     if other is None:
         parked = cta.park(lanes.mask, following, lambda: f"waits for its peer CTA to execute tcgen05.{what}")
