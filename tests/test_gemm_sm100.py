@@ -19,12 +19,12 @@ from quackish.configs.grouped_gemm import GroupedGemmProblem, cluster_tile_for
 from quackish.emulator import Fault
 from quackish.gpu import B200, B300
 from quackish.kernels.common import umma
-from quackish.ops.device import device_of
+from quackish.ops.device import device_of, unverified_kernels
 from quackish.ops.linear_cross_entropy.buffers import ExpLogits
 from quackish.ops.linear_cross_entropy.launches import LceKernels
 from quackish.testing.errors import error, same_bits
 from tests.emulated_kernels import NO_SLOT, lce_kernels
-from tests.emulator_cases import BLACKWELL, emulated, unverified_kernels
+from tests.emulator_cases import BLACKWELL, emulated
 from tests.test_grouped_gemm import DOWN_BACKWARD, OTHERS, UP
 from tests.test_lce_gemms import Case, close, dlogits, dw_args, launch, problems, softmax
 from tests.variants import check_compiles

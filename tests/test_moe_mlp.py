@@ -12,13 +12,13 @@ import quackish
 from quackish.configs.token_rows import TokenRowsProblem, token_rows_config
 from quackish.errors import UnsupportedError
 from quackish.gpu import B200, H200
-from quackish.ops.device import Device, device_of, substitute
+from quackish.ops.device import Device, device_of, substitute, unverified_kernels
 from quackish.ops.grouped_mlp.kernel_steps import steps_of
 from quackish.ops.kernel_for import Kernel
 from quackish.testing import assert_close_to_fp64, assert_deterministic
 from quackish.testing.errors import same_bits
 from tests import emulated_kernels
-from tests.emulator_cases import BLACKWELL, HOPPER, QUICK, emulated, unverified_kernels
+from tests.emulator_cases import BLACKWELL, HOPPER, QUICK, emulated
 from tests.variants import check_compiles, one_per
 
 T, K, E, H, I = 40, 3, 5, 24, 16  # noqa: E741
