@@ -47,8 +47,7 @@ class LogitsSm100(Epilogue):
                 x[v] = tanh(x[v] * (1.0 / softcap)) * softcap
         if first + SLICE > block.n:
             for v in cutlass.range_constexpr(SLICE):
-                if first + v >= block.n:
-                    x[v] = -Float32.inf
+                x[v] = -Float32.inf if first + v >= block.n else x[v]
 
 
 class SoftmaxSm100(SoftmaxRows, LogitsSm100):
