@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -344,6 +345,37 @@ def check_trl(ranks: Ranks) -> None:
     check_gradients(ranks, model, truth)
 
 
+def check_transformers_experts(ranks: Ranks) -> None:
+    """gpt-oss's experts, which apply sorts in memory, under FSDP2: a step, and state dicts in the original order."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    from quackish.integrations.transformers import apply
+
+    config = GptOssConfig(
+        vocab_size=V, hidden_size=H, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4, head_dim=16,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    truth, model = GptOssForCausalLM(config).train(), GptOssForCausalLM(config).train()
+    with torch.no_grad():
+        for p in truth.parameters():
+            p.copy_(torch.randn(p.shape) * 0.3)
+    apply(model, experts=True, strict=True)
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=ranks.mesh)
+    whole = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(model, {name: t.clone() for name, t in truth.state_dict().items()}, options=whole)
+    for name, t in get_model_state_dict(model, options=whole).items():
+        assert torch.equal(t, truth.state_dict()[name]) or ranks.rank > 0, name
+    ids, labels = batch(ranks)
+    for m in (model, truth):
+        m(ids, labels=labels).loss.backward()
+    for (name, p), (_, true) in zip(model.named_parameters(), truth.named_parameters(), strict=True):
+        grad = p.grad.full_tensor()
+        if "gate_up_proj" in name:
+            grad = torch.stack(grad.chunk(2, dim=-1), dim=-1).flatten(-2)
+        assert (grad - true.grad).abs().max() <= 1e-5 * true.grad.abs().max() + 1e-8, name
+
+
 def check_transformers_tensor_parallel(ranks: Ranks) -> None:
     """A patched Llama whose lm_head is sharded over two ranks; with four ranks, two such pairs under FSDP2."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -602,6 +634,7 @@ INTEGRATIONS = {
     check_torchtitan_tensor_parallel: "torchtitan",
     check_torchtitan_refuses: "torchtitan",
     check_transformers: "transformers",
+    check_transformers_experts: "transformers",
     check_transformers_tensor_parallel: "transformers",
     check_trl: "trl",
     check_megatron: "megatron",

@@ -91,8 +91,8 @@ def restore_weights(module: nn.Module) -> None:
 @torch.no_grad()
 def _replace_permuted(module: nn.Module, order: Callable[[Tensor], Tensor]) -> None:
     for name in getattr(type(module), "permuted", ()):
-        weight = getattr(module, name)
-        weight.copy_(order(weight))
+        if (weight := getattr(module, name, None)) is not None:  # there may be no bias
+            weight.copy_(order(weight))
 
 
 # Trials ---------------------------------------------------------------------------------------------------------------
