@@ -66,7 +66,7 @@ MUTATIONS = (
     ),
     Mutation(
         "softmax_flag_of_other_rows",
-        f"{KERNELS}/common/softmax.py",
+        f"{KERNELS}/common/softmax_rows.py",
         "cutlass.min(1 + tm * per_cluster + i, last)",
         "cutlass.min(tm * per_cluster + i, last)",
         "tests/test_emulate_details.py -k test_a_row_far_above_its_target_is_recomputed",

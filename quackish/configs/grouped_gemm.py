@@ -1,4 +1,4 @@
-"""The GEMMs of grouped_mlp on Hopper: what to compute (Problem) and how (Config)."""
+"""The GEMMs of grouped_mlp: what to compute (Problem), and how on Hopper (Config)."""
 
 import dataclasses
 from typing import Any, NamedTuple

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from quackish.configs.gemm import DlogitsArgs
-from quackish.kernels.common.dlogits import DlogitsRows
+from quackish.kernels.common.dlogits_rows import DlogitsRows
 from quackish.kernels.common.exponents import log2_scale
 from quackish.kernels.common.logits import Logits, column_value
 from quackish.kernels.common.memory import vector_at

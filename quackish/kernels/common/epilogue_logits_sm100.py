@@ -9,13 +9,13 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from quackish.configs.gemm import DlogitsArgs, SoftmaxArgs
 from quackish.configs.gemm_sm100 import SLICE
-from quackish.kernels.common.dlogits import DlogitsRows
+from quackish.kernels.common.dlogits_rows import DlogitsRows
 from quackish.kernels.common.epilogues import Epilogue
 from quackish.kernels.common.exponents import log2_scale
 from quackish.kernels.common.math import encode_argmax, tanh
 from quackish.kernels.common.memory import vector_at
 from quackish.kernels.common.slice_store import SliceStore
-from quackish.kernels.common.softmax import RowSums, SoftmaxRows
+from quackish.kernels.common.softmax_rows import RowSums, SoftmaxRows
 from quackish.kernels.common.tile_store import Block, Output
 
 

@@ -8,7 +8,7 @@ from quackish.configs.gemm import SoftmaxArgs
 from quackish.kernels.common.exponents import log2_scale
 from quackish.kernels.common.logits import Logits, column_value
 from quackish.kernels.common.math import encode_argmax, tanh
-from quackish.kernels.common.softmax import RowStats, RowSums, SoftmaxRows
+from quackish.kernels.common.softmax_rows import RowStats, RowSums, SoftmaxRows
 from quackish.kernels.common.tile_store import Block, Output, column_of, row_of, thread_rows
 
 

@@ -1,4 +1,4 @@
-"""The steps of `reference/grouped_mlp.py` with kernels, one launch per step: bf16 and fp16 on Hopper.
+"""The steps of `reference/grouped_mlp.py` with kernels, one launch per step: bf16 and fp16.
 
 Kernels read operands in place if one dimension is contiguous, the groups' matrices are adjacent, and all rows start on
 16 bytes. Other operands are copied.
