@@ -5,8 +5,9 @@
 
 Needs no GPU. Each GEMM is compiled for sm_100a, which takes some seconds, and its SASS is read with cuobjdump.
 
-Epilogue warps execute one loop over tiles. Its instructions are counted along two paths through the loop's forward
-branches: the shortest, and the longest. Waits that succeed at once are counted, their retries are not.
+Epilogue warps execute one loop over tiles, and in most kernels a loop over pieces of a tile in it. Instructions per
+tile are counted along two paths through forward branches: the shortest, and the longest. Each pass over pieces counts.
+Waits that succeed at once are counted, their retries are not.
 """
 
 import argparse
@@ -41,18 +42,28 @@ PAGE = ROOT / "docs/blackwell.md"
 class Paths(NamedTuple):
     """Through the loop over tiles of an epilogue warp."""
 
-    loads: int  # from tensor memory
-    shortest: list[str]  # the instructions in order
+    passes: int  # of the loop over pieces of a tile; 1 if that is unrolled
+    shortest: list[str]  # the instructions in order, each repeated as often as a tile executes it
     longest: list[str]
 
 
-def epilogue_paths(code: Sequence[Instruction]) -> Paths:
-    """The innermost loop that contains all loads from tensor memory is that over tiles."""
-    loads = [i for i, one in enumerate(code) if "LDTM" in one.text]
+def epilogue_paths(code: Sequence[Instruction], tile_n: int) -> Paths:
+    """Both loops contain all loads from tensor memory: that over pieces of a tile, and around it that over tiles.
+
+    A pass over pieces takes the columns that its loads take, which gives the number of passes.
+    """
+    loads = [(i, int(found[1])) for i, one in enumerate(code) if (found := _LOAD.search(one.text))]
+    passes, left = divmod(tile_n, sum(columns for _, columns in loads))
+    if left:
+        raise ValueError(f"{len(loads)} loads from tensor memory do not divide {tile_n} columns evenly into passes")
     index = {one.address: i for i, one in enumerate(code)}
     targets = {i: index[int(found[1], 16)] for i, one in enumerate(code) if (found := _BRANCH.search(one.text))}
-    loops = [(i - to, to, i) for i, to in targets.items() if to <= loads[0] and i >= loads[-1]]
-    _, first, last = min(loops)
+    loops = sorted((i - to, to, i) for i, to in targets.items() if to <= loads[0][0] and i >= loads[-1][0])
+    if passes == 1:
+        (_, first, last), pieces = loops[0], range(0)
+    else:
+        (_, begin, end), (_, first, last) = loops[:2]
+        pieces = range(begin, end + 1)
     # best[i]: (length, next) of the paths from i to the end of the loop; None if there is none
     paths = []
     for choose in (min, max):
@@ -61,23 +72,34 @@ def epilogue_paths(code: Sequence[Instruction]) -> Paths:
             is_branch, text = i in targets, code[i].text
             next_ones = [] if is_branch and _is_unconditional(text) else [i + 1]
             next_ones += [targets[i]] if is_branch and i < targets[i] <= last else []
-            reachable = [(1 + best[j][0], j) for j in next_ones if j in best]
+            next_ones = [j for j in next_ones if _passes_all(i, j, pieces)]
+            reachable = [(best[j][0] + (passes if i in pieces else 1), j) for j in next_ones if j in best]
             if reachable and "EXIT" not in text:
                 best[i] = choose(reachable)
         at: int | None = first
         path = []
         while at is not None:
-            path.append(code[at].text)
+            path += [code[at].text] * (passes if at in pieces else 1)
             at = best[at][1]
         paths.append(path)
-    return Paths(len(loads), *paths)
+    return Paths(passes, *paths)
 
 
+_LOAD = re.compile(r"\bLDTM\.x(\d+)\b")
 _BRANCH = re.compile(r"\bBRA\b.*\b(0x[0-9a-f]+)$")
 
 
 def _is_unconditional(text: str) -> bool:
     return re.match(r"BRA(\.\w+)* 0x", text) is not None
+
+
+def _passes_all(i: int, j: int, pieces: range) -> bool:
+    """Whether a step from instruction i to j enters the loop over pieces at its begin, and leaves it at its end."""
+    if not pieces or (i in pieces and j in pieces):
+        return True
+    if i in pieces:
+        return i == pieces[-1]
+    return j == pieces[0] if j in pieces else not i < pieces[0] < j
 
 
 MUFU_CYCLES = 8  # of a warp's instruction: 4 results per cycle and quarter of an SM (CUDA C++ Programming Guide)
@@ -133,7 +155,7 @@ def epilogue_rows() -> Iterator[list[str]]:
         config = analytical(one.kernel, one.problem, B200).config
         kernel = kernels.find(one.kernel, B200, unverified=True)
         used, code = disassemble(kernel, one.problem, config, B200.target)
-        paths = epilogue_paths(code)
+        paths = epilogue_paths(code, config.tile_n)
         usual = getattr(paths, one.usual)
         mufu = sum("MUFU" in text for text in usual)
         cycles = max(len(usual), MUFU_CYCLES * mufu)

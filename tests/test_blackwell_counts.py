@@ -48,15 +48,46 @@ LOOP = """
 """
 
 
+def lines_of(text):
+    return [line.strip() for line in text.strip().splitlines()]
+
+
 def test_paths_through_the_loop_over_tiles(counts):
-    paths = counts.epilogue_paths(assembled(LOOP))
-    assert paths.loads == 2
-    assert paths.shortest == [line.strip() for line in LOOP.strip().splitlines()[2:7] + LOOP.strip().splitlines()[9:12]]
-    assert paths.longest == [line.strip() for line in LOOP.strip().splitlines()[2:12]]
-    skipped = counts.epilogue_paths(assembled(LOOP.replace("BRA.U UP0, 0x90", "BRA 0x90")))
+    paths = counts.epilogue_paths(assembled(LOOP), 64)
+    assert paths.passes == 1
+    assert paths.shortest == lines_of(LOOP)[2:7] + lines_of(LOOP)[9:12]
+    assert paths.longest == lines_of(LOOP)[2:12]
+    skipped = counts.epilogue_paths(assembled(LOOP.replace("BRA.U UP0, 0x90", "BRA 0x90")), 64)
     assert (
         skipped.longest == skipped.shortest == [text.replace("BRA.U UP0, 0x90", "BRA 0x90") for text in paths.shortest]
     )
+
+
+PIECES = """
+    S2R R0, SR_TID.X
+    MOV R1, R2
+    @P2 BRA 0x90
+    LDTM.x32 R4, tmem[UR26]
+    @P3 BRA 0x70
+    FADD R1, R1, R1
+    FADD R2, R2, R2
+    MUFU.EX2 R1, R1
+    @P0 BRA 0x30
+    @P3 BRA 0xb0
+    FADD R3, R3, R3
+    @P1 BRA 0x10
+    EXIT
+"""
+
+
+def test_each_pass_of_the_loop_over_pieces_counts(counts):
+    lines = lines_of(PIECES)
+    paths = counts.epilogue_paths(assembled(PIECES), 128)
+    assert paths.passes == 4
+    assert sorted(paths.shortest) == sorted([*lines[1:3], *4 * [lines[3], lines[4], *lines[7:9]], lines[9], lines[11]])
+    assert sorted(paths.longest) == sorted([*lines[1:3], *4 * lines[3:9], *lines[9:12]])
+    with pytest.raises(ValueError, match="do not divide 80 columns"):
+        counts.epilogue_paths(assembled(PIECES), 80)
 
 
 def test_tiles_and_waves(counts):
