@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from quackish.configs import (
+    attention,
     gemm,
     gemm_sm100,
     grouped_gemm,
@@ -55,6 +56,10 @@ RULES: dict[str, dict[str, Rule]] = {
             grouped_gemm_sm100.grouped_gemm_sm100_why_illegal,
         ),
     },
+    **dict.fromkeys(
+        ("attention_fwd", "attention_bwd_queries", "attention_bwd_keys", "attention_bwd_bias"),
+        {"sm_90": Rule(attention.AttentionConfig, attention.attention_config, attention.attention_why_illegal)},
+    ),
 }
 # Kernels with one config per problem, which cannot be tuned or forced: (class of its problems, problem -> config)
 FIXED: dict[str, tuple[type, Callable[[Any], Any]]] = {
@@ -78,6 +83,10 @@ NAMES = {
     "rms_norm_backward": "rms_norm_bwd",
     **dict.fromkeys(("lce_logits", "lce_dlogits", "lce_dx", "lce_dw"), "lce_gemm"),
     "grouped_gemm": "grouped_gemm",
+    "attention_forward": "attention_fwd",
+    "attention_backward_queries": "attention_bwd_queries",
+    "attention_backward_keys": "attention_bwd_keys",
+    "attention_backward_bias": "attention_bwd_bias",
 }
 _GEMMS = {"softmax": "lce_logits", "dlogits": "lce_dlogits", "rows": "lce_dx", "store": "lce_dx"}
 

@@ -1,0 +1,261 @@
+"""Attention with a bias or a mask on Hopper: arguments, what to compute (Problem) and how (Config).
+
+Lengths, batch, heads and strides are runtime arguments. Query head h uses key head h / (Hq / Hk). In tensors of
+(B or 1, Hq or 1, Lq, Lk), a stride of 0 in the batch or head dimension means that the tensor is broadcast in it.
+"""
+
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
+
+from quackish.configs.arguments import ALIGNED_F32, F32, Ptr, optional
+from quackish.errors import UnsupportedError
+from quackish.gpu import Gpu
+
+BLOCK = 64  # rows of a warp group's accumulator
+MAX_D = 128
+PRODUCER_REGISTERS = {2: 24, 3: 32}  # by number of consumer warp groups
+CONSUMER_REGISTERS = {2: 240, 3: 160}
+
+
+class Strided(NamedTuple):
+    """A tensor (B, H, L, columns). Strides are in elements; columns are contiguous unless `column` is given."""
+
+    base: Any = None
+    batch: Any = "int64"
+    head: Any = "int64"
+    row: Any = "int64"
+    column: Any = None  # for a bias or a mask that is not loaded by TMA
+
+
+class ScoreArgs(NamedTuple):
+    """What the scores depend on."""
+
+    q: Any = None  # (B, Hq, Lq, d)
+    k: Any = None  # (B, Hk, Lk, d)
+    v: Any = None  # as k
+    bias: Any = None  # (B or 1, Hq or 1, Lq, Lk)
+    mask: Any = None  # (B or 1, Hq or 1, Lq, Lk) uint8
+    scale: Any = "float32"
+    softcap: Any = None  # fp32
+    left: Any = None  # int32: key j takes part in row i if i - left <= j <= i + right; with band
+    right: Any = None
+    batch: Any = "int32"
+    heads: Any = "int32"  # Hq
+    group: Any = "int32"  # Hq / Hk
+    num_q: Any = "int32"  # Lq
+    num_k: Any = "int32"  # Lk
+    d: Any = "int32"
+
+
+class ForwardArgs(NamedTuple):
+    scores: Any = None
+    o: Any = None  # (B, Hq, Lq, d), written
+    lse: Any = F32  # (B, Hq, Lq), written
+
+
+class QueriesArgs(NamedTuple):
+    scores: Any = None
+    o: Any = None  # (B, Hq, Lq, d)
+    do: Any = None  # as o
+    lse: Any = F32  # (B, Hq, Lq)
+    dlse: Any = None  # (B, Hq, Lq) fp32; if lse has a gradient
+    stats: Any = ALIGNED_F32  # (2, B, Hq, stats_row), written: the shift of the scores in units of log2, and delta
+    stats_row: Any = "int64"  # a multiple of 4
+    dq: Any = None  # as q, written
+    dbias: Any = None  # (B, Hq, Lq, Lk), written; with dbias
+
+
+class KeysArgs(NamedTuple):
+    scores: Any = None
+    do: Any = None  # (B, Hq, Lq, d)
+    stats: Any = ALIGNED_F32
+    stats_row: Any = "int64"
+    dk: Any = None  # (B, Hk, Lk, d), written
+    dv: Any = None  # as dk
+
+
+class BiasArgs(NamedTuple):
+    scores: Any = None
+    do: Any = None  # (B, Hq, Lq, d)
+    stats: Any = ALIGNED_F32
+    stats_row: Any = "int64"
+    dbias: Any = None  # (parts, B or 1, Hq or 1, Lq, Lk) fp32, written; its strides: batch, head, row
+    part: Any = "int64"  # stride of dbias's parts
+    parts: Any = "int32"
+    batches: Any = "int32"  # B or 1: the sizes of dbias
+    bias_heads: Any = "int32"
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionProblem:
+    """What all kernels of attention depend on."""
+
+    kind: ClassVar[str]  # the field of the rules below
+
+    dtype: str  # of q, k, v, o and their gradients: "bfloat16" or "float16"
+    d: int  # columns of q, k and v, rounded up: 32, 64, 96 or 128
+    bias_dtype: str | None = None  # "bfloat16", "float16" or "float32"
+    bias_aligned: bool = True  # its rows start on 16 bytes, so that TMA can load it
+    mask: bool = False
+    mask_aligned: bool = True
+    band: bool = False  # causality or a window
+    softcap: bool = False
+
+    @property
+    def bias_by_tma(self) -> bool:
+        return self.bias_dtype is not None and self.bias_aligned
+
+    @property
+    def mask_by_tma(self) -> bool:
+        return self.mask and self.mask_aligned
+
+    def _operand(self) -> Strided:
+        return Strided(Ptr(self.dtype, aligned=True))
+
+    def _scores(self) -> ScoreArgs:
+        operand, bias, mask = self._operand(), None, None
+        if self.bias_dtype is not None:
+            bias = Strided(Ptr(self.bias_dtype, self.bias_aligned), column=None if self.bias_aligned else "int64")
+        if self.mask:
+            mask = Strided(Ptr("uint8", self.mask_aligned), column=None if self.mask_aligned else "int64")
+        bound = "int32" if self.band else None
+        return ScoreArgs(
+            q=operand, k=operand, v=operand, bias=bias, mask=mask, softcap="float32" if self.softcap else None,
+            left=bound, right=bound,
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionForwardProblem(AttentionProblem):
+    @property
+    def args(self) -> ForwardArgs:
+        return ForwardArgs(scores=self._scores(), o=self._operand())
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionQueriesProblem(AttentionProblem):
+    """dq, and dbias if the bias is not broadcast."""
+
+    dbias: bool = False
+    dlse: bool = False
+
+    @property
+    def args(self) -> QueriesArgs:
+        dbias = Strided(Ptr(self.bias_dtype, aligned=True)) if self.dbias else None
+        return QueriesArgs(
+            scores=self._scores(), o=self._operand(), do=self._operand(), dlse=F32 if self.dlse else None,
+            dq=self._operand(), dbias=dbias,
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionKeysProblem(AttentionProblem):
+    """dk and dv."""
+
+    @property
+    def args(self) -> KeysArgs:
+        return KeysArgs(scores=self._scores(), do=self._operand(), dk=self._operand(), dv=self._operand())
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionBiasProblem(AttentionProblem):
+    """The gradient of a bias that is broadcast over batch, heads or both."""
+
+    @property
+    def args(self) -> BiasArgs:
+        return BiasArgs(scores=self._scores(), do=self._operand(), dbias=Strided(ALIGNED_F32))
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig:
+    """Each consumer warp group has BLOCK rows of queries (of keys, for dk and dv); tiles of the other side are loaded.
+
+    num_wgs: consumer warp groups
+    tile: rows of a loaded tile of the other side, of queries for dk and dv, else of keys
+    num_stages: loaded tiles in flight
+    """
+
+    num_wgs: int
+    tile: int
+    num_stages: int
+
+    @property
+    def threads(self) -> int:
+        return 128 * (1 + self.num_wgs)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a CTA's tile."""
+        return BLOCK * self.num_wgs
+
+
+# Per kernel: tiles kept by a warp group, and loaded per stage, of d columns in 16 bits
+_OWN = {"forward": 1, "queries": 2, "keys": 2, "bias": 0}
+_LOADED = {"forward": 2, "queries": 2, "keys": 2, "bias": 2}
+_KIND = {
+    AttentionForwardProblem: "forward",
+    AttentionQueriesProblem: "queries",
+    AttentionKeysProblem: "keys",
+    AttentionBiasProblem: "bias",
+}
+
+
+def attention_smem_bytes(problem: AttentionProblem, config: AttentionConfig) -> int:
+    kind, rows = _KIND[type(problem)], config.rows
+    total = _OWN[kind] * rows * problem.d * 2 + 4096  # barriers and alignment
+    stage = _LOADED[kind] * config.tile * problem.d * 2
+    if kind == "bias":  # the tiles of both sides
+        stage += 2 * rows * problem.d * 2
+    if kind == "keys":
+        stage += 2 * 4 * config.tile
+    scores = config.tile * rows
+    if problem.bias_by_tma:
+        stage += scores * (4 if problem.bias_dtype == "float32" else 2)
+    if problem.mask_by_tma:
+        stage += scores
+    if getattr(problem, "dbias", False) and problem.bias_dtype != "float32":
+        total += 2 * scores  # dbias before it is stored
+    return total + config.num_stages * stage
+
+
+def _registers(problem: AttentionProblem, config: AttentionConfig) -> int:
+    """About what a thread of the consumers needs, from the accumulators and operands that are live at once."""
+    kind, tile, d = _KIND[type(problem)], config.tile, problem.d
+    live = {
+        "forward": tile // 2 + tile // 4 + d // 2,
+        "queries": tile + tile // 4 + d // 2,
+        "keys": tile + tile // 2 + d,
+        "bias": tile + tile // 2,
+    }[kind]
+    if problem.softcap and kind != "forward":
+        live += tile // 2
+    return live + 40
+
+
+def attention_why_illegal(problem: AttentionProblem, config: AttentionConfig, gpu: Gpu) -> str | None:
+    if config.num_wgs not in CONSUMER_REGISTERS:
+        return f"num_wgs is {config.num_wgs}; expected 2 or 3"
+    if config.tile not in (64, 128):
+        return f"tile is {config.tile}; expected 64 or 128"
+    if config.num_stages < 1:
+        return f"num_stages is {config.num_stages}; expected at least 1"
+    needed, registers = _registers(problem, config), CONSUMER_REGISTERS[config.num_wgs]
+    if needed > registers:
+        return f"tile is {config.tile} and num_wgs {config.num_wgs}: about {needed} of {registers} registers per thread"
+    smem = attention_smem_bytes(problem, config)
+    if smem > gpu.smem_bytes:
+        return (
+            f"num_stages is {config.num_stages}: {smem} bytes of shared memory, and {gpu.name} has {gpu.smem_bytes}; "
+            "expected fewer stages or a smaller tile"
+        )
+    return None
+
+
+def attention_config(problem: AttentionProblem, gpu: Gpu) -> AttentionConfig:
+    """The first of some tiles that fits, with as many stages as fit, at most 4. Not tuned."""
+    for tile in (128, 64):
+        for stages in (4, 3, 2):
+            config = AttentionConfig(2, tile, stages)
+            if attention_why_illegal(problem, config, gpu) is None:
+                return config
+    raise UnsupportedError(f"scaled_dot_product_attention: no kernel for {problem} on {gpu.name}")
