@@ -259,3 +259,12 @@ def attention_config(problem: AttentionProblem, gpu: Gpu) -> AttentionConfig:
             if attention_why_illegal(problem, config, gpu) is None:
                 return config
     raise UnsupportedError(f"scaled_dot_product_attention: no kernel for {problem} on {gpu.name}")
+
+
+def bias_parts(summed: int, tensors: int, num_q: int, num_k: int, sm_count: int) -> int:
+    """In how many parts the sum over `summed` heads for a broadcast bias is divided, to occupy the GPU.
+
+    tensors: the number of (Lq, Lk) matrices of the bias.
+    """
+    tiles = tensors * -(-num_q // (2 * BLOCK)) * -(-num_k // BLOCK)
+    return max(1, min(summed, 2 * sm_count // tiles))
