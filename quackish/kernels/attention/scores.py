@@ -204,6 +204,32 @@ class AttentionSm90:
                 parts.append(self.part(atom, shared, self.of_head(atom[1], h, b), tile))
         return parts
 
+    # Statistics of rows: the shift of the scores, and delta. 0 for queries past the last one.
+
+    @cute.jit
+    def stats_atom(self, stats: cute.Pointer, row: Int64, args: ScoreArgs):
+        """Loads one of the two for the queries of a tile."""
+        row, heads = cute.assume(row, divby=4), args.batch * args.heads
+        layout = cute.make_layout((args.num_q, heads, 2), stride=(1, row, cute.assume(row * heads, divby=4)))
+        box, op = cute.make_layout((self.tile_q,)), cpasync.CopyBulkTensorTileG2SOp()
+        atom, coordinates = cpasync.make_tiled_tma_atom(op, cute.make_tensor(stats, layout), box, (self.tile_q,))
+        return atom, coordinates
+
+    def allocate_stats(self, smem):
+        """(queries, 2, stages)"""
+        return smem.allocate_tensor(Float32, cute.make_layout((self.tile_q, 2, self.config.num_stages)), 128)
+
+    @cute.jit
+    def load_stats(self, atom, shared: cute.Tensor, args: ScoreArgs, head: Head, tile: Int32, stage: Int32, barrier):
+        for i in cutlass.range_constexpr(2):
+            stats = atom[1][None, head.batch * args.heads + head.query_head, i]
+            tiles = cute.local_tile(stats, (self.tile_q,), (None,))
+            part = cpasync.tma_partition(
+                atom[0], 0, cute.make_layout(1), cute.group_modes(shared[None, i, None], 0, 1),
+                cute.group_modes(tiles, 0, 1),
+            )  # fmt: skip
+            cute.copy(atom[0], part[1][None, tile], part[0][None, stage], tma_bar_ptr=barrier)
+
     @property
     def score_bytes(self) -> int:
         return sum(tile.bytes for tile in (self.bias, self.mask) if tile is not None)
