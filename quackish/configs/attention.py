@@ -202,46 +202,52 @@ _KIND = {
 
 def attention_smem_bytes(problem: AttentionProblem, config: AttentionConfig) -> int:
     kind, rows = _KIND[type(problem)], config.rows
-    total = _OWN[kind] * rows * problem.d * 2 + 4096  # barriers and alignment
+    total = _OWN[kind] * rows * problem.d * 2 + 1024  # barriers and alignment
     stage = _LOADED[kind] * config.tile * problem.d * 2
-    if kind == "bias":  # the tiles of both sides
-        stage += 2 * rows * problem.d * 2
-    if kind == "keys":
-        stage += 2 * 4 * config.tile
     scores = config.tile * rows
     if problem.bias_by_tma:
         stage += scores * (4 if problem.bias_dtype == "float32" else 2)
     if problem.mask_by_tma:
         stage += scores
-    if getattr(problem, "dbias", False) and problem.bias_dtype != "float32":
-        total += 2 * scores  # dbias before it is stored
+    if kind == "queries":  # shift and delta of its rows, and dbias before it is stored
+        total += 8 * rows
+        total += 2 * scores if problem.dbias and problem.bias_dtype != "float32" else 0
+    if kind == "keys":  # shift and delta of the loaded rows
+        stage += 8 * config.tile
+    if kind == "bias":  # both sides are loaded
+        stage += 2 * rows * problem.d * 2 + 8 * rows
     return total + config.num_stages * stage
 
 
 def _registers(problem: AttentionProblem, config: AttentionConfig) -> int:
-    """About what a thread of the consumers needs, from the accumulators and operands that are live at once."""
+    """About what a thread of the consumers needs: the accumulators and operands that are live at once, and some more.
+
+    Configs up to the limit compile without spills (`tests/test_attention_config.py`).
+    """
     kind, tile, d = _KIND[type(problem)], config.tile, problem.d
     live = {
-        "forward": tile // 2 + tile // 4 + d // 2,
-        "queries": tile + tile // 4 + d // 2,
-        "keys": tile + tile // 2 + d,
-        "bias": tile + tile // 2,
+        "forward": tile // 2 + tile // 4 + d // 2 + 40,
+        "queries": tile + tile // 4 + d // 2 + 40,
+        "keys": tile + tile // 2 + d + 16 + 8 * (problem.mask or not problem.bias_aligned),
+        "bias": tile + tile // 2 + 40 + 16 * (not problem.bias_aligned or not problem.mask_aligned),
     }[kind]
-    if problem.softcap and kind != "forward":
-        live += tile // 2
-    return live + 40
+    return live + (tile // 2 if problem.softcap and kind in ("queries", "keys") else 0)
 
 
 def attention_why_illegal(problem: AttentionProblem, config: AttentionConfig, gpu: Gpu) -> str | None:
+    tiles = TILES[_KIND[type(problem)]]
     if config.num_wgs not in CONSUMER_REGISTERS:
         return f"num_wgs is {config.num_wgs}; expected 2 or 3"
-    if config.tile not in (64, 128):
-        return f"tile is {config.tile}; expected 64 or 128"
+    if config.tile not in tiles:
+        return f"tile is {config.tile}; expected one of {', '.join(map(str, tiles))}"
     if config.num_stages < 1:
         return f"num_stages is {config.num_stages}; expected at least 1"
     needed, registers = _registers(problem, config), CONSUMER_REGISTERS[config.num_wgs]
     if needed > registers:
-        return f"tile is {config.tile} and num_wgs {config.num_wgs}: about {needed} of {registers} registers per thread"
+        return (
+            f"tile is {config.tile} and num_wgs {config.num_wgs}: they need about {needed} registers per thread, of "
+            f"{registers}; expected a smaller tile or fewer warp groups"
+        )
     smem = attention_smem_bytes(problem, config)
     if smem > gpu.smem_bytes:
         return (
@@ -251,12 +257,15 @@ def attention_why_illegal(problem: AttentionProblem, config: AttentionConfig, gp
     return None
 
 
+TILES = {"forward": (128, 64), "queries": (128, 64), "keys": (64, 32), "bias": (128, 64)}
+
+
 def attention_config(problem: AttentionProblem, gpu: Gpu) -> AttentionConfig:
-    """The first of some tiles that fits, with as many stages as fit, at most 4. Not tuned."""
-    for tile in (128, 64):
-        for stages in (4, 3, 2):
+    """The largest tile with 2 stages that fits, with as many stages as fit, at most 4. Not tuned."""
+    for tile, least in ((128, 2), (64, 2), (64, 1), (32, 2)):
+        for stages in (4, 3, 2, 1):
             config = AttentionConfig(2, tile, stages)
-            if attention_why_illegal(problem, config, gpu) is None:
+            if stages >= least and attention_why_illegal(problem, config, gpu) is None:
                 return config
     raise UnsupportedError(f"scaled_dot_product_attention: no kernel for {problem} on {gpu.name}")
 

@@ -40,7 +40,7 @@ def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     """(o (B, Hq, Lq, Dv) in q's dtype, lse (B, Hq, Lq) in fp32, or fp64 for fp64)"""
     q, k, v, _, _ = inputs
     wide = _wide(q.dtype)
-    out = torch.zeros((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
+    out = empty_like(q, v.shape[3]).zero_()
     lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
     if not out.numel() or not k.shape[2]:
         return out, lse
@@ -70,8 +70,8 @@ def backward(
     q, k, v, bias, _ = inputs
     wide = _wide(q.dtype)
     need_dbias = need_dbias and bias is not None
-    dq = torch.zeros_like(q)
-    dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+    dq = empty_like(q, q.shape[3]).zero_()
+    dk, dv = (empty_like(t, t.shape[3], wide).zero_() for t in (k, v))
     dbias = torch.zeros(bias.shape, dtype=bias.dtype, device=bias.device) if need_dbias else None
     of_one_row = torch.zeros_like(dbias, dtype=wide) if need_dbias and bias.shape[2] == 1 else None
     if not q.numel() or not k.numel():
@@ -101,6 +101,19 @@ def backward(
     if of_one_row is not None:
         dbias = of_one_row.to(bias.dtype)
     return dq, dk.to(k.dtype), dv.to(v.dtype), dbias
+
+
+def strides_like(t: Tensor, columns: int) -> tuple[int, ...]:
+    """Strides for (B, H, L, columns), with heads inside rows if t (B, H, L, ..) has them there."""
+    _, heads, rows, _ = t.shape
+    if t.stride(1) < t.stride(2):
+        return rows * heads * columns, columns, heads * columns, 1
+    return heads * rows * columns, rows * columns, columns, 1
+
+
+def empty_like(t: Tensor, columns: int, dtype: torch.dtype | None = None) -> Tensor:
+    shape = (*t.shape[:3], columns)
+    return torch.empty_strided(shape, strides_like(t, columns), dtype=dtype or t.dtype, device=t.device)
 
 
 def taking_part(rows: slice, num_keys: int, options: Options, device: torch.device) -> Tensor | None:

@@ -19,6 +19,7 @@ from quackish.kernels.common.memory import vector_at
 
 class AttentionBiasSm90(AttentionSm90):
     rows_are_queries = True
+    registers = (40, 232)  # the producer needs more than in the other kernels: heads change with every tile
 
     @cute.jit
     def __call__(self, args: BiasArgs, stream: CUstream):

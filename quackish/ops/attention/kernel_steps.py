@@ -5,6 +5,7 @@ bias or mask of any strides is read in place, but slower.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +30,7 @@ from quackish.configs.attention import (
 )
 from quackish.ops.cuda import address, name_of
 from quackish.ops.device import Device
-from quackish.reference.attention import Inputs, Options
+from quackish.reference.attention import Inputs, Options, strides_like
 
 _UNBOUNDED = 1 << 30
 _KERNELS = {
@@ -40,12 +41,10 @@ _KERNELS = {
 }
 
 
-def why_unsupported(inputs: Inputs) -> str:
+def why_unsupported(inputs: Inputs, need_dbias: bool = False) -> str:
     """Why kernels do not cover these tensors; "" if they do."""
     q, k, v, bias, mask = inputs
     d = q.shape[3]
-    if bias is None and mask is None:
-        return "a call without a bias and a mask"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"{q.dtype}; supported: torch.bfloat16, torch.float16"
     if d != v.shape[3]:
@@ -58,6 +57,8 @@ def why_unsupported(inputs: Inputs) -> str:
         return "a single query"
     if max(q.shape[2], k.shape[2]) >= _UNBOUNDED:
         return f"{max(q.shape[2], k.shape[2])} queries or keys; expected fewer than 2**30"
+    if need_dbias and bias.shape[2:] != (q.shape[2], k.shape[2]):
+        return "the gradient of a bias that is the same for all queries or keys"
     return ""
 
 
@@ -85,7 +86,7 @@ class AttentionSteps:
         dlse = None if dlse is None else dlse.float().contiguous()
         batch, heads, num_q, _ = q.shape
         need_dbias = need_dbias and bias is not None
-        in_place = need_dbias and bias.shape[:3] == q.shape[:3] and bias.shape[3] == k.shape[2]
+        in_place = need_dbias and bias.shape[:2] == q.shape[:2]
         dbias = self._dbias(bias, options) if in_place else None
         stats_row = (num_q + 3) // 4 * 4
         stats = self._contiguous((2, batch, heads, stats_row), torch.float32)
@@ -120,7 +121,7 @@ class AttentionSteps:
     def _broadcast_dbias(
         self, bias: Tensor, scores: ScoreArgs, grad: Strided, of_stats: dict[str, int], fields: dict[str, Any]
     ) -> Tensor:
-        """The gradient of a bias that is broadcast: summed over batch and heads by the kernel, over rows by PyTorch."""
+        """The gradient of a bias that is broadcast over batch or heads."""
         batch, heads = bias.shape[:2]
         shape = (batch, heads, scores.num_q, scores.num_k)
         gpu = self.device.gpu
@@ -136,23 +137,16 @@ class AttentionSteps:
                         bias_heads=heads)  # fmt: skip
         self._launch(AttentionBiasProblem(**fields), args)
         total = sums[0] if parts == 1 else sums.sum(0)
-        return total[..., : shape[3]].sum_to_size(bias.shape).to(bias.dtype)
+        return total[..., : shape[3]].to(bias.dtype)
 
     # Memory and launches
 
     def _contiguous(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        strides, size = [], 1
-        for n in reversed(shape):
-            strides.append(size)
-            size *= n
-        return self.empty(tuple(shape), tuple(reversed(strides)), dtype)
+        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        return self.empty(tuple(shape), tuple(strides), dtype)
 
     def _like(self, t: Tensor) -> Tensor:
-        """Memory for a tensor of t's shape and dtype, heads inside rows if t has them there."""
-        batch, heads, rows, d = t.shape
-        if t.stride(1) < t.stride(2):
-            return self.empty((batch, heads, rows, d), (rows * heads * d, d, heads * d, 1), t.dtype)
-        return self._contiguous(tuple(t.shape), t.dtype)
+        return self.empty(tuple(t.shape), strides_like(t, t.shape[3]), t.dtype)
 
     def _launch(self, problem: AttentionProblem, args: tuple) -> None:
         self._kernel(choose.epoch, problem)(args, self.stream())
