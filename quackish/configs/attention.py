@@ -7,14 +7,14 @@ Lengths, batch, heads and strides are runtime arguments. Query head h uses key h
 import dataclasses
 from typing import Any, ClassVar, NamedTuple
 
-from quackish.configs.arguments import ALIGNED_F32, F32, Ptr, optional
+from quackish.configs.arguments import ALIGNED_F32, F32, Ptr
 from quackish.errors import UnsupportedError
 from quackish.gpu import Gpu
 
 BLOCK = 64  # rows of a warp group's accumulator
 MAX_D = 128
-PRODUCER_REGISTERS = {2: 24, 3: 32}  # by number of consumer warp groups
-CONSUMER_REGISTERS = {2: 240, 3: 160}
+PRODUCER_REGISTERS = 32
+CONSUMER_REGISTERS = {2: 240, 3: 160}  # by number of consumer warp groups
 
 
 class Strided(NamedTuple):
@@ -45,6 +45,7 @@ class ScoreArgs(NamedTuple):
     num_q: Any = "int32"  # Lq
     num_k: Any = "int32"  # Lk
     d: Any = "int32"
+    max_ctas: Any = "int32"  # resident at once
 
 
 class ForwardArgs(NamedTuple):
@@ -225,11 +226,14 @@ def _registers(problem: AttentionProblem, config: AttentionConfig) -> int:
     Configs up to the limit compile without spills (`tests/test_attention_config.py`).
     """
     kind, tile, d = _KIND[type(problem)], config.tile, problem.d
+    is_complex = (
+        problem.softcap or (problem.mask and problem.band) or not (problem.bias_aligned and problem.mask_aligned)
+    )
     live = {
         "forward": tile // 2 + tile // 4 + d // 2 + 40,
         "queries": tile + tile // 4 + d // 2 + 40,
         "keys": tile + tile // 2 + d + 16 + 8 * (problem.mask or not problem.bias_aligned),
-        "bias": tile + tile // 2 + 40 + 16 * (not problem.bias_aligned or not problem.mask_aligned),
+        "bias": tile + tile // 2 + 40 + 16 * is_complex,
     }[kind]
     return live + (tile // 2 if problem.softcap and kind in ("queries", "keys") else 0)
 

@@ -10,7 +10,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr, pipeline
 
 from quackish.configs.attention import BLOCK, ForwardArgs, ScoreArgs
-from quackish.kernels.attention.scores import AttentionSm90, Block, Head, ScoreTiles, pair_rows
+from quackish.kernels.attention.scores import AttentionSm90, Block, ScoreTiles, pair_rows
 from quackish.kernels.common.dependent_launch import after_previous
 from quackish.kernels.common.math import LN_2
 
@@ -27,10 +27,10 @@ class AttentionForwardSm90(AttentionSm90):
         v_atom = self.load_atom(self.other, self.tensor(s.v, s.num_k, s.d, heads_k, s.batch))
         o_atom = self.store_atom(self.own, self.tensor(args.o, s.num_q, s.d, s.heads, s.batch))
         layouts = [self.own.layout(self.config.num_wgs), self.other.layout(self.config.num_stages)]
-        ctas = cute.ceil_div(s.num_q, self.tile_q) * s.heads * s.batch
+        items = cute.ceil_div(s.num_q, self.tile_q) * s.heads * s.batch
         atoms = [q_atom, k_atom, v_atom, o_atom]
         self.kernel(atoms, self.score_atoms(s), args, layouts, self.score_layouts()).launch(
-            **self.launch_options(ctas, stream)
+            **self.launch_options(items, s, stream)
         )
 
     @cute.kernel
@@ -51,96 +51,109 @@ class AttentionForwardSm90(AttentionSm90):
         pipeline.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
         after_previous()
 
-        # this CTA's tile: with causality, the tiles with most keys first
-        tiles_q = cute.ceil_div(s.num_q, self.tile_q)
-        tile, head = cta % tiles_q, cta // tiles_q
-        if const_expr(self.problem.band):
-            tile = tiles_q - 1 - tile
-        head = Head(head // s.heads, head % s.heads, head % s.heads // s.group)
-        q0 = tile * self.tile_q
-        first, last = self.key_tiles(s, q0, self.tile_q, self.tile_k)
         pipeline.pipeline_init_wait(cluster_shape_mn=(1, 1))
 
         if wg == 0:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp == 0:
-                self.produce(atoms, score_atoms, sQ, sK, sV, tiles, queries, loaded, s, head, tile, first, last)
+                self.produce(atoms, score_atoms, sK, sV, tiles, loaded, s)
+            elif warp == 1:
+                self.produce_queries(atoms[0], sQ, queries, s)
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
-            block = Block(head, q0 + (wg - 1) * BLOCK, Int32(0), BLOCK, self.tile_k, wg - 1, tid % 128)
-            self.consume(atoms[3], sQ, sK, sV, tiles, queries, loaded, args, block, first, last)
+            self.consume(atoms[3], sQ, sK, sV, tiles, queries, loaded, args, wg - 1, tid % 128)
 
     @cute.jit
-    def produce(
-        self, atoms, score_atoms, sQ, sK, sV, tiles: ScoreTiles, queries, loaded, s: ScoreArgs, head: Head, tile: Int32,
-        first: Int32, last: Int32
-    ):  # fmt: skip
-        c = self.config
-        once = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
-        queries.producer_acquire(once)
-        q_part = self.part(atoms[0], sQ, self.of_head(atoms[0][1], head.query_head, head.batch), self.own)
-        for w in cutlass.range_constexpr(c.num_wgs):
-            self.load(atoms[0], q_part, tile * c.num_wgs + w, 0, w, queries.producer_get_barrier(once))
-        k_part = self.part(atoms[1], sK, self.of_head(atoms[1][1], head.key_head, head.batch), self.other)
-        v_part = self.part(atoms[2], sV, self.of_head(atoms[2][1], head.key_head, head.batch), self.other)
-        score_parts = self.score_parts(score_atoms, tiles, s, head)
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.num_stages)
-        for n in cutlass.range(first, last, unroll=1):
-            loaded.producer_acquire(state)
-            barrier = loaded.producer_get_barrier(state)
-            self.load(atoms[1], k_part, n, 0, state.index, barrier)
-            for i in cutlass.range_constexpr(len(score_parts)):
-                self.load(score_atoms[i], score_parts[i], tile, n, state.index, barrier)
-            self.load(atoms[2], v_part, n, 0, state.index, barrier)
+    def produce_queries(self, atom, sQ, queries, s: ScoreArgs):
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
+        begin, end, step = self.query_items(s)
+        for i in cutlass.range(begin, end, step, unroll=1):
+            item = self.query_item(i, s)
+            queries.producer_acquire(state)
+            part = self.part(atom, sQ, self.of_head(atom[1], item.head.query_head, item.head.batch), self.own)
+            for w in cutlass.range_constexpr(self.config.num_wgs):
+                barrier = queries.producer_get_barrier(state)
+                self.load(atom, part, item.tile * self.config.num_wgs + w, 0, w, barrier)
             state.advance()
+        queries.producer_tail(state)
+
+    @cute.jit
+    def produce(self, atoms, score_atoms, sK, sV, tiles: ScoreTiles, loaded, s: ScoreArgs):
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.num_stages)
+        policies = self.score_policies(s)
+        begin, end, step = self.query_items(s)
+        for i in cutlass.range(begin, end, step, unroll=1):
+            item = self.query_item(i, s)
+            head = item.head
+            k_part = self.part(atoms[1], sK, self.of_head(atoms[1][1], head.key_head, head.batch), self.other)
+            v_part = self.part(atoms[2], sV, self.of_head(atoms[2][1], head.key_head, head.batch), self.other)
+            score_parts = self.score_parts(score_atoms, tiles, s, head)
+            for n in cutlass.range(item.first, item.last, unroll=1):
+                loaded.producer_acquire(state)
+                barrier = loaded.producer_get_barrier(state)
+                self.load(atoms[1], k_part, n, 0, state.index, barrier)
+                for a in cutlass.range_constexpr(len(score_parts)):
+                    self.load(score_atoms[a], score_parts[a], item.tile, n, state.index, barrier, policies[a])
+                self.load(atoms[2], v_part, n, 0, state.index, barrier)
+                state.advance()
         loaded.producer_tail(state)
 
     @cute.jit
     def consume(
-        self, o_atom, sQ, sK, sV, tiles: ScoreTiles, queries, loaded, args: ForwardArgs, block: Block, first: Int32,
-        last: Int32
+        self, o_atom, sQ, sK, sV, tiles: ScoreTiles, queries, loaded, args: ForwardArgs, wg: Int32, thread: Int32
     ):  # fmt: skip
         c, s = self.config, args.scores
         qk_mmas = [self.mma_from_shared(self.tile_k, add) for add in (False, True)]
         pv_mma = self.mma_from_registers()
-        rQ = qk_mmas[0].make_fragment_A(qk_mmas[0].get_slice(0).partition_A(sQ))[None, None, None, block.wg]
+        rQ = qk_mmas[0].make_fragment_A(qk_mmas[0].get_slice(0).partition_A(sQ))[None, None, None, wg]
         rK = qk_mmas[0].make_fragment_B(qk_mmas[0].get_slice(0).partition_B(sK))
         rV = pv_mma.make_fragment_B(pv_mma.get_slice(0).partition_B(self.transposed(sV, c.num_stages)))
         x, o, p = self.accumulator(self.tile_k), self.accumulator(self.d), self.operand(self.tile_k)
-        o.fill(0.0)
         top, total = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), Float32)  # per row
-        top.fill(-Float32.inf)
-        total.fill(0.0)
-
-        # the first tile
-        queries.consumer_wait(pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1))
+        own = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
         read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
         previous = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
-        loaded.consumer_wait(read)
-        self.multiply(x, qk_mmas, rQ, rK[None, None, None, read.index])
-        cute.nvgpu.warpgroup.wait_group(0)
-        self.scores(x, s, tiles, read.index, block._replace(k0=first * self.tile_k), None)
-        self.exponentials(x, top, total)
-        p.store(x.load().to(self.dtype).reshape(p.shape))
-        read.advance()
-        for n in cutlass.range(first + 1, last, unroll=1):
+        begin, end, step = self.query_items(s)
+        for i in cutlass.range(begin, end, step, unroll=1):
+            item = self.query_item(i, s)
+            block = Block(
+                item.head, item.tile * self.tile_q + wg * BLOCK, item.first * self.tile_k, BLOCK, self.tile_k, wg,
+                thread,
+            )  # fmt: skip
+            o.fill(0.0)
+            top.fill(-Float32.inf)
+            total.fill(0.0)
+
+            # the first tile
+            queries.consumer_wait(own)
             loaded.consumer_wait(read)
             self.multiply(x, qk_mmas, rQ, rK[None, None, None, read.index])
+            cute.nvgpu.warpgroup.wait_group(0)
+            self.scores(x, s, tiles, read.index, block, None, None)
+            self.exponentials(x, top, total)
+            p.store(x.load().to(self.dtype).reshape(p.shape))
+            read.advance()
+            for n in cutlass.range(item.first + 1, item.last, unroll=1):
+                loaded.consumer_wait(read)
+                self.multiply(x, qk_mmas, rQ, rK[None, None, None, read.index])
+                self.multiply(o, [pv_mma], p, rV[None, None, None, previous.index])
+                cute.nvgpu.warpgroup.wait_group(1)
+                self.scores(x, s, tiles, read.index, block._replace(k0=n * self.tile_k), None, None)
+                rescale = self.exponentials(x, top, total)
+                cute.nvgpu.warpgroup.wait_group(0)
+                loaded.consumer_release(previous)
+                previous.advance()
+                for v in cutlass.range_constexpr(cute.size(o)):
+                    o[v] = o[v] * rescale[v // 2 % 2]
+                p.store(x.load().to(self.dtype).reshape(p.shape))
+                read.advance()
             self.multiply(o, [pv_mma], p, rV[None, None, None, previous.index])
-            cute.nvgpu.warpgroup.wait_group(1)
-            self.scores(x, s, tiles, read.index, block._replace(k0=n * self.tile_k), None)
-            rescale = self.exponentials(x, top, total)
             cute.nvgpu.warpgroup.wait_group(0)
             loaded.consumer_release(previous)
             previous.advance()
-            for i in cutlass.range_constexpr(cute.size(o)):
-                o[i] = o[i] * rescale[i // 2 % 2]
-            p.store(x.load().to(self.dtype).reshape(p.shape))
-            read.advance()
-        self.multiply(o, [pv_mma], p, rV[None, None, None, previous.index])
-        cute.nvgpu.warpgroup.wait_group(0)
-        loaded.consumer_release(previous)
-        self.finish(o_atom, sQ, o, top, total, args, block)
+            self.finish(o_atom, sQ, o, top, total, args, block)
+            queries.consumer_release(own)  # the warp that issued the store of o waited until it was read
+            own.advance()
 
     @cute.jit
     def exponentials(self, x: cute.Tensor, top: cute.Tensor, total: cute.Tensor):

@@ -12,7 +12,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr, pipeline
 
 from quackish.configs.attention import BLOCK, QueriesArgs, ScoreArgs
-from quackish.kernels.attention.scores import AttentionSm90, Block, Head, ScoreTiles, pair_rows
+from quackish.kernels.attention.scores import AttentionSm90, Block, ScoreTiles, pair_rows
 from quackish.kernels.attention.swizzled import SwizzledTile
 from quackish.kernels.common.arguments import DTYPES
 from quackish.kernels.common.dependent_launch import after_previous
@@ -42,10 +42,10 @@ class AttentionQueriesSm90(AttentionSm90):
         if const_expr(self.staged is not None):
             outputs.append(self.store_atom(self.staged, self.tensor(args.dbias, s.num_q, s.num_k, s.heads, s.batch)))
             layouts.append(self.staged.layout(c.num_wgs))
-        ctas = cute.ceil_div(s.num_q, self.tile_q) * s.heads * s.batch
+        items = cute.ceil_div(s.num_q, self.tile_q) * s.heads * s.batch
         atoms = [q_atom, do_atom, k_atom, v_atom]
         self.kernel(atoms, self.score_atoms(s), outputs, args, layouts, self.score_layouts()).launch(
-            **self.launch_options(ctas, stream)
+            **self.launch_options(items, s, stream)
         )
 
     @cute.kernel
@@ -70,52 +70,53 @@ class AttentionQueriesSm90(AttentionSm90):
         pipeline.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
         after_previous()
 
-        # this CTA's tile: with causality, the tiles with most keys first
-        tiles_q = cute.ceil_div(s.num_q, self.tile_q)
-        tile, head = cta % tiles_q, cta // tiles_q
-        if const_expr(self.problem.band):
-            tile = tiles_q - 1 - tile
-        head = Head(head // s.heads, head % s.heads, head % s.heads // s.group)
-        q0 = tile * self.tile_q
-        first, last = self.key_tiles(s, q0, self.tile_q, self.tile_k)
         pipeline.pipeline_init_wait(cluster_shape_mn=(1, 1))
 
         if wg == 0:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp == 0:
-                self.produce(atoms, score_atoms, sQ, sDO, sK, sV, tiles, queries, loaded, s, head, tile, first, last)
+                self.produce(atoms, score_atoms, sK, sV, tiles, loaded, s)
+            elif warp == 1:
+                self.produce_queries(atoms, sQ, sDO, queries, s)
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
-            block = Block(head, q0 + (wg - 1) * BLOCK, Int32(0), BLOCK, self.tile_k, wg - 1, tid % 128)
-            shift, delta = self.statistics(sStats, args, block)
-            self.consume(
-                outputs, sQ, sDO, sK, sV, tiles, sDbias, queries, loaded, args, block, shift, delta, first, last
-            )
+            self.consume(outputs, sQ, sDO, sK, sV, tiles, sDbias, sStats, queries, loaded, args, wg - 1, tid % 128)
 
     @cute.jit
-    def produce(
-        self, atoms, score_atoms, sQ, sDO, sK, sV, tiles: ScoreTiles, queries, loaded, s: ScoreArgs, head: Head,
-        tile: Int32, first: Int32, last: Int32
-    ):  # fmt: skip
-        c = self.config
-        once = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
-        queries.producer_acquire(once)
-        for i, shared in ((0, sQ), (1, sDO)):
-            part = self.part(atoms[i], shared, self.of_head(atoms[i][1], head.query_head, head.batch), self.own)
-            for w in cutlass.range_constexpr(c.num_wgs):
-                self.load(atoms[i], part, tile * c.num_wgs + w, 0, w, queries.producer_get_barrier(once))
-        k_part = self.part(atoms[2], sK, self.of_head(atoms[2][1], head.key_head, head.batch), self.other)
-        v_part = self.part(atoms[3], sV, self.of_head(atoms[3][1], head.key_head, head.batch), self.other)
-        score_parts = self.score_parts(score_atoms, tiles, s, head)
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.num_stages)
-        for n in cutlass.range(first, last, unroll=1):
-            loaded.producer_acquire(state)
-            barrier = loaded.producer_get_barrier(state)
-            self.load(atoms[2], k_part, n, 0, state.index, barrier)
-            self.load(atoms[3], v_part, n, 0, state.index, barrier)
-            for i in cutlass.range_constexpr(len(score_parts)):
-                self.load(score_atoms[i], score_parts[i], tile, n, state.index, barrier)
+    def produce_queries(self, atoms, sQ, sDO, queries, s: ScoreArgs):
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
+        begin, end, step = self.query_items(s)
+        for i in cutlass.range(begin, end, step, unroll=1):
+            item = self.query_item(i, s)
+            queries.producer_acquire(state)
+            barrier = queries.producer_get_barrier(state)
+            for a, shared in ((0, sQ), (1, sDO)):
+                of_head = self.of_head(atoms[a][1], item.head.query_head, item.head.batch)
+                part = self.part(atoms[a], shared, of_head, self.own)
+                for w in cutlass.range_constexpr(self.config.num_wgs):
+                    self.load(atoms[a], part, item.tile * self.config.num_wgs + w, 0, w, barrier)
             state.advance()
+        queries.producer_tail(state)
+
+    @cute.jit
+    def produce(self, atoms, score_atoms, sK, sV, tiles: ScoreTiles, loaded, s: ScoreArgs):
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.num_stages)
+        policies = self.score_policies(s)
+        begin, end, step = self.query_items(s)
+        for i in cutlass.range(begin, end, step, unroll=1):
+            item = self.query_item(i, s)
+            head = item.head
+            k_part = self.part(atoms[2], sK, self.of_head(atoms[2][1], head.key_head, head.batch), self.other)
+            v_part = self.part(atoms[3], sV, self.of_head(atoms[3][1], head.key_head, head.batch), self.other)
+            score_parts = self.score_parts(score_atoms, tiles, s, head)
+            for n in cutlass.range(item.first, item.last, unroll=1):
+                loaded.producer_acquire(state)
+                barrier = loaded.producer_get_barrier(state)
+                self.load(atoms[2], k_part, n, 0, state.index, barrier)
+                self.load(atoms[3], v_part, n, 0, state.index, barrier)
+                for a in cutlass.range_constexpr(len(score_parts)):
+                    self.load(score_atoms[a], score_parts[a], item.tile, n, state.index, barrier, policies[a])
+                state.advance()
         loaded.producer_tail(state)
 
     @cute.jit
@@ -154,52 +155,62 @@ class AttentionQueriesSm90(AttentionSm90):
 
     @cute.jit
     def consume(
-        self, outputs, sQ, sDO, sK, sV, tiles: ScoreTiles, sDbias, queries, loaded, args: QueriesArgs, block: Block,
-        shift, delta, first: Int32, last: Int32
+        self, outputs, sQ, sDO, sK, sV, tiles: ScoreTiles, sDbias, sStats, queries, loaded, args: QueriesArgs,
+        wg: Int32, thread: Int32
     ):  # fmt: skip
         c, s = self.config, args.scores
         mmas = [self.mma_from_shared(self.tile_k, add) for add in (False, True)]
         dq_mma = self.mma_from_registers()
         part = mmas[0].get_slice(0)
-        rQ, rDO = (mmas[0].make_fragment_A(part.partition_A(t))[None, None, None, block.wg] for t in (sQ, sDO))
+        rQ, rDO = (mmas[0].make_fragment_A(part.partition_A(t))[None, None, None, wg] for t in (sQ, sDO))
         rK, rV = (mmas[0].make_fragment_B(part.partition_B(t)) for t in (sK, sV))
         rKt = dq_mma.make_fragment_B(dq_mma.get_slice(0).partition_B(self.transposed(sK, c.num_stages)))
         x, dp = self.accumulator(self.tile_k), self.accumulator(self.tile_k)
         dq, ds = self.accumulator(self.d), self.operand(self.tile_k)
         tanhs = cute.make_rmem_tensor(x.layout, Float32) if const_expr(self.problem.softcap) else None
-        dq.fill(0.0)
-        queries.consumer_wait(pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1))
+        own = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
         read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
         previous = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
-        for n in cutlass.range(first, last, unroll=1):
-            loaded.consumer_wait(read)
-            self.multiply(x, mmas, rQ, rK[None, None, None, read.index])
-            self.multiply(dp, mmas, rDO, rV[None, None, None, read.index])
-            cute.nvgpu.warpgroup.wait_group(1)  # x, and dq of the tile before
-            if n > first:
-                loaded.consumer_release(previous)
-                previous.advance()
-            self.scores(x, s, tiles, read.index, block._replace(k0=n * self.tile_k), tanhs)
-            for i in cutlass.range_constexpr(cute.size(x)):
-                x[i] = cute.math.exp2(x[i] - shift[i // 2 % 2], fastmath=True)
+        begin, end, step = self.query_items(s)
+        for i in cutlass.range(begin, end, step, unroll=1):
+            item = self.query_item(i, s)
+            head, q0 = item.head, item.tile * self.tile_q + wg * BLOCK
+            block = Block(head, q0, Int32(0), BLOCK, self.tile_k, wg, thread)
+            shift, delta = (self.per_row(t) for t in self.statistics(sStats, args, block))
+            dq.fill(0.0)
+            queries.consumer_wait(own)
+            for n in cutlass.range(item.first, item.last, unroll=1):
+                at = block._replace(k0=n * self.tile_k)
+                loaded.consumer_wait(read)
+                self.multiply(x, mmas, rQ, rK[None, None, None, read.index])
+                self.multiply(dp, mmas, rDO, rV[None, None, None, read.index])
+                cute.nvgpu.warpgroup.wait_group(1)  # x, and dq of the tile before
+                if n > item.first:
+                    loaded.consumer_release(previous)
+                    previous.advance()
+                self.scores(x, s, tiles, read.index, at, shift, tanhs)
+                for v in cutlass.range_constexpr(cute.size(x)):
+                    x[v] = cute.math.exp2(x[v], fastmath=True)
+                cute.nvgpu.warpgroup.wait_group(0)
+                for v in cutlass.range_constexpr(cute.size(x)):
+                    x[v] = x[v] * (dp[v] - delta[v])
+                if const_expr(self.problem.dbias):
+                    self.store_dbias(outputs, x, sDbias, args, at)
+                if const_expr(tanhs is not None):
+                    for v in cutlass.range_constexpr(cute.size(x)):
+                        x[v] = x[v] * (1.0 - tanhs[v] * tanhs[v])
+                ds.store(x.load().to(self.dtype).reshape(ds.shape))
+                self.multiply(dq, [dq_mma], ds, rKt[None, None, None, read.index])
+                read.advance()
             cute.nvgpu.warpgroup.wait_group(0)
-            for i in cutlass.range_constexpr(cute.size(x)):
-                x[i] = x[i] * (dp[i] - delta[i // 2 % 2])
-            if const_expr(self.problem.dbias):
-                self.store_dbias(outputs, x, sDbias, args, block._replace(k0=n * self.tile_k))
-            if const_expr(tanhs is not None):
-                for i in cutlass.range_constexpr(cute.size(x)):
-                    x[i] = x[i] * (1.0 - tanhs[i] * tanhs[i])
-            ds.store(x.load().to(self.dtype).reshape(ds.shape))
-            self.multiply(dq, [dq_mma], ds, rKt[None, None, None, read.index])
-            read.advance()
-        cute.nvgpu.warpgroup.wait_group(0)
-        loaded.consumer_release(previous)
-        for i in cutlass.range_constexpr(cute.size(dq)):
-            dq[i] = dq[i] * s.scale
-        self.store_rows(dq, sQ[None, None, block.wg].iterator, block.thread)
-        head = block.head
-        self.write(outputs[0], sQ, block.wg, block.q0 // BLOCK, head.query_head, head.batch, block.wg)
+            loaded.consumer_release(previous)
+            previous.advance()
+            for v in cutlass.range_constexpr(cute.size(dq)):
+                dq[v] = dq[v] * s.scale
+            self.store_rows(dq, sQ[None, None, wg].iterator, thread)
+            self.write(outputs[0], sQ, wg, q0 // BLOCK, head.query_head, head.batch, wg)
+            queries.consumer_release(own)  # the warp that issued the store of dq waited until it was read
+            own.advance()
 
     @cute.jit
     def store_dbias(self, outputs, ds: cute.Tensor, sDbias, args: QueriesArgs, block: Block):
@@ -228,7 +239,5 @@ class AttentionQueriesSm90(AttentionSm90):
             if issues:
                 atom = outputs[1]
                 part = self.part(atom, sDbias, self.of_head(atom[1], head.query_head, head.batch), self.staged)
-                cute.copy(
-                    atom[0], part[0][None, block.wg], part[1][None, block.q0 // BLOCK, block.k0 // self.tile_k]
-                )
+                cute.copy(atom[0], part[0][None, block.wg], part[1][None, block.q0 // BLOCK, block.k0 // self.tile_k])
                 cute.arch.cp_async_bulk_commit_group()

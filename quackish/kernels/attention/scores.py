@@ -5,7 +5,7 @@ A CTA has a tile of queries and walks over tiles of keys, or the reverse. The ac
 for keys that take no part.
 """
 
-from typing import Any, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 import cutlass
 import cutlass.cute as cute
@@ -14,11 +14,21 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from quackish.configs.attention import BLOCK, CONSUMER_REGISTERS, PRODUCER_REGISTERS, AttentionConfig, ScoreArgs, Strided
+from quackish.configs.attention import (
+    BLOCK,
+    CONSUMER_REGISTERS,
+    PRODUCER_REGISTERS,
+    AttentionConfig,
+    ScoreArgs,
+    Strided,
+)
 from quackish.kernels.attention.swizzled import SwizzledTile
 from quackish.kernels.common.arguments import DTYPES, fake_args
 from quackish.kernels.common.math import LOG2_E, tanh
 from quackish.kernels.common.memory import load_at
+
+# L2 cache policies as encoded by PTX's `createpolicy`
+EVICT_NORMAL, EVICT_FIRST = 0x10F0_0000_0000_0000, 0x12F0_0000_0000_0000
 
 
 class Head(NamedTuple):
@@ -39,6 +49,15 @@ class Block(NamedTuple):
     keys: int
     wg: Int32  # from 0
     thread: Int32
+
+
+class Item(NamedTuple):
+    """A CTA's unit of work: its tile of a head, and the tiles [first, last) of the other side."""
+
+    head: Head
+    tile: Int32
+    first: Int32
+    last: Int32
 
 
 class ScoreTiles(NamedTuple):
@@ -106,7 +125,8 @@ class AttentionSm90:
                 atoms.append(self.load_atom(tile, self.tensor(t, args.num_q, args.num_k, heads, batch)))
         return atoms
 
-    def launch_options(self, ctas: Int32, stream):
+    def launch_options(self, items: Int32, args: ScoreArgs, stream):
+        ctas = cutlass.min(items, args.max_ctas)
         return dict(
             grid=[ctas, 1, 1], block=[self.config.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=True
         )
@@ -132,9 +152,7 @@ class AttentionSm90:
 
     def transposed(self, tiles: cute.Tensor, count: int):
         """(d, rows, count) of loaded tiles (rows, d, count)."""
-        layout = sm90.make_smem_layout_b(
-            LayoutEnum.COL_MAJOR, (BLOCK, self.d, self.config.tile), self.dtype, count
-        )
+        layout = sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, (BLOCK, self.d, self.config.tile), self.dtype, count)
         return cute.make_tensor(tiles.iterator, layout.outer)
 
     def accumulator(self, n: int):
@@ -155,6 +173,13 @@ class AttentionSm90:
     # Device: walk
 
     @cute.jit
+    def tile_and_head(self, i: Int32, tiles: Int32, heads: Int32):
+        """The i-th (tile, head). With causality and windows all tiles with most work come first."""
+        if const_expr(self.problem.band):
+            return i // heads, i % heads
+        return i % tiles, i // tiles
+
+    @cute.jit
     def key_tiles(self, args: ScoreArgs, q0: Int32, queries: cutlass.Constexpr[int], tile: cutlass.Constexpr[int]):
         """[first, last) tile of keys with keys that take part in queries q0...; at least one."""
         first, end = Int32(0), args.num_k
@@ -173,6 +198,23 @@ class AttentionSm90:
             end = cutlass.min(cutlass.min(k0 + keys, args.num_k) + args.left, args.num_q)
         first = cutlass.min(first, args.num_q - 1) // tile
         return first, cutlass.max(cute.ceil_div(cutlass.max(end, 0), tile), first + 1)
+
+    @cute.jit
+    def query_items(self, s: ScoreArgs):
+        """(first, last, step) of this CTA's items, where items are tiles of queries."""
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        return cta, cute.ceil_div(s.num_q, self.tile_q) * s.heads * s.batch, ctas
+
+    @cute.jit
+    def query_item(self, i: Int32, s: ScoreArgs) -> Item:
+        tiles = cute.ceil_div(s.num_q, self.tile_q)
+        tile, head = self.tile_and_head(i, tiles, s.heads * s.batch)
+        if const_expr(self.problem.band):
+            tile = tiles - 1 - tile  # with causality, the last tiles have most keys
+        head = Head(head // s.heads, head % s.heads, head % s.heads // s.group)
+        first, last = self.key_tiles(s, tile * self.tile_q, self.tile_q, self.tile_k)
+        return Item(head, tile, first, last)
 
     # Device: loads
 
@@ -203,6 +245,15 @@ class AttentionSm90:
                 atom = atoms[len(parts)]
                 parts.append(self.part(atom, shared, self.of_head(atom[1], h, b), tile))
         return parts
+
+    @cute.jit
+    def score_policies(self, args: ScoreArgs) -> list:
+        """L2 cache policies for bias and mask: what is not broadcast is read once."""
+        policies = []
+        for tile, t in ((self.bias, args.bias), (self.mask, args.mask)):
+            if const_expr(tile is not None):
+                policies.append(Int64(EVICT_NORMAL) if t.head == 0 or t.batch == 0 else Int64(EVICT_FIRST))
+        return policies
 
     # Statistics of rows: the shift of the scores, and delta. 0 for queries past the last one.
 
@@ -254,7 +305,7 @@ class AttentionSm90:
     @property
     def registers(self) -> tuple[int, int]:
         """Of a thread of the producer, and of the consumers."""
-        return PRODUCER_REGISTERS[self.config.num_wgs], CONSUMER_REGISTERS[self.config.num_wgs]
+        return PRODUCER_REGISTERS, CONSUMER_REGISTERS[self.config.num_wgs]
 
     # Device: scores
 
@@ -268,8 +319,11 @@ class AttentionSm90:
         return block.q0 + column, block.k0 + row
 
     @cute.jit
-    def scores(self, acc: cute.Tensor, args: ScoreArgs, tiles: ScoreTiles, stage: Int32, block: Block, tanhs):
-        """acc = x for acc = q k^T; tanhs: registers for the softcap's tanh, or None."""
+    def scores(self, acc: cute.Tensor, args: ScoreArgs, tiles: ScoreTiles, stage: Int32, block: Block, shift, tanhs):
+        """acc = x - shift for acc = q k^T; tanhs: registers for the softcap's tanh.
+
+        shift and tanhs are tensors like acc, or None.
+        """
         factor = args.scale * LOG2_E
         if const_expr(self.problem.softcap):
             inner, factor = args.scale / args.softcap, args.softcap * LOG2_E
@@ -279,13 +333,13 @@ class AttentionSm90:
                     tanhs[i] = acc[i]
         if const_expr(self.problem.bias_dtype is None):
             for i in cutlass.range_constexpr(cute.size(acc)):
-                acc[i] = acc[i] * factor
+                acc[i] = acc[i] * factor - (0.0 if const_expr(shift is None) else shift[i])
         elif const_expr(self.bias is None):
-            self.add_global_bias(acc, factor, args, block)
+            self.add_global_bias(acc, factor, args, block, shift)
         elif const_expr(self.bias.itemsize == 2):
-            self.add_bias(acc, factor, tiles.bias[None, None, stage].iterator, block)
+            self.add_bias(acc, factor, tiles.bias[None, None, stage].iterator, block, shift)
         else:
-            self.add_fp32_bias(acc, factor, tiles.bias[None, None, stage].iterator, block)
+            self.add_fp32_bias(acc, factor, tiles.bias[None, None, stage].iterator, block, shift)
         if const_expr(self.problem.mask):
             self.mask_out(acc, args, tiles, stage, block)
         if self.cuts(args, block):
@@ -319,36 +373,51 @@ class AttentionSm90:
         return lambda j: tile.columns_at(base, j)
 
     @cute.jit
-    def add_bias(self, acc: cute.Tensor, factor: Float32, bias: cute.Pointer, block: Block):
+    def add(self, acc: cute.Tensor, i: cutlass.Constexpr[int], factor: Float32, bias: Float32, shift):
+        added = bias * LOG2_E
+        if const_expr(shift is not None):
+            added = added - shift[i]
+        acc[i] = acc[i] * factor + added
+
+    @cute.jit
+    def add_bias(self, acc: cute.Tensor, factor: Float32, bias: cute.Pointer, block: Block, shift):
         address = self.fragment(self.bias, bias, block)
         for j in cutlass.range_constexpr(0, cute.size(acc) // 4, 2):
             values = self.bias.load(address(j), not self.rows_are_queries).to(Float32)
             for i in cutlass.range_constexpr(8):
-                acc[4 * j + i] = acc[4 * j + i] * factor + values[i] * LOG2_E
+                self.add(acc, 4 * j + i, factor, values[i], shift)
 
     @cute.jit
-    def add_fp32_bias(self, acc: cute.Tensor, factor: Float32, bias: cute.Pointer, block: Block):
+    def add_fp32_bias(self, acc: cute.Tensor, factor: Float32, bias: cute.Pointer, block: Block, shift):
         row, column = pair_rows(block.thread), block.thread % 4 * 2
         for i in cutlass.range_constexpr(0, cute.size(acc), 2):
             r, c = row + i // 2 % 2 * 8 + block.wg * BLOCK, column + i // 4 * 8
             if const_expr(self.rows_are_queries):
                 values = self.bias.element(bias, r, c, 2)
                 for n in cutlass.range_constexpr(2):
-                    acc[i + n] = acc[i + n] * factor + values[n] * LOG2_E
+                    self.add(acc, i + n, factor, values[n], shift)
             else:
                 for n in cutlass.range_constexpr(2):
-                    acc[i + n] = acc[i + n] * factor + self.bias.element(bias, c + n, r, 1)[0] * LOG2_E
+                    self.add(acc, i + n, factor, self.bias.element(bias, c + n, r, 1)[0], shift)
 
     @cute.jit
-    def add_global_bias(self, acc: cute.Tensor, factor: Float32, args: ScoreArgs, block: Block):
+    def add_global_bias(self, acc: cute.Tensor, factor: Float32, args: ScoreArgs, block: Block, shift):
         base = self.start(args.bias, block.head)
         for i in cutlass.range_constexpr(cute.size(acc)):
             q, k = self.position(block, i)
-            acc[i] = acc[i] * factor
+            bias = Float32(0.0)
             if (q < args.num_q) & (k < args.num_k):
-                acc[i] = acc[i] + load_at(base, Int64(q) * args.bias.row + Int64(k) * args.bias.column).to(
-                    Float32
-                ) * LOG2_E  # fmt: skip
+                bias = load_at(base, Int64(q) * args.bias.row + Int64(k) * args.bias.column).to(Float32)
+            self.add(acc, i, factor, bias, shift)
+
+    def per_row(self, values: cute.Tensor):
+        """(2,) values of the thread's two rows, as a tensor like an accumulator."""
+        return cute.make_tensor(values.iterator, cute.make_layout((2, 2, self.config.tile // 8), stride=(0, 1, 0)))
+
+    def per_column(self, values: cute.Pointer, thread: Int32):
+        """Values of an accumulator's columns, as a tensor like an accumulator."""
+        layout = cute.make_layout((2, 2, self.config.tile // 8), stride=(1, 0, 8))
+        return cute.make_tensor(values + thread % 4 * 2, layout)
 
     @cute.jit
     def start(self, t: Strided, head: Head) -> cute.Pointer:

@@ -24,9 +24,7 @@ class SwizzledTile:
 
     def layout(self, count: int):
         """Of `count` tiles: (rows, columns, count)."""
-        return sm90.make_smem_layout_a(
-            LayoutEnum.ROW_MAJOR, (self.rows, 64, self.columns), self.dtype, count
-        )
+        return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (self.rows, 64, self.columns), self.dtype, count)
 
     def allocate(self, smem, layout):
         return smem.allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
@@ -78,7 +76,9 @@ class SwizzledTile:
     def store(self, address: Int32, values: cute.Tensor):
         """values: eight, of 16 bits, as `load` returns them."""
         words = cute.recast_tensor(values, Int32)
-        prims.stmatrix(self._pointer(address, Int32, 16).to_llvm_ptr(), [words[i] for i in range(4)], prims.MMALayout.ROW)
+        prims.stmatrix(
+            self._pointer(address, Int32, 16).to_llvm_ptr(), [words[i] for i in range(4)], prims.MMALayout.ROW
+        )
 
     # Other sizes: element by element
 

@@ -73,7 +73,7 @@ class AttentionSteps:
         q, k, v, bias, mask = inputs = _readable(inputs)
         out, lse = self._like(q), self._contiguous(q.shape[:3], torch.float32)
         problem = AttentionForwardProblem(**_problem(inputs, options))
-        args = ForwardArgs(_scores(inputs, options, problem), _strided(out), lse.data_ptr())
+        args = ForwardArgs(_scores(inputs, options, problem, self.device.gpu.sm_count), _strided(out), lse.data_ptr())
         self._launch(problem, args)
         return out, lse
 
@@ -94,7 +94,7 @@ class AttentionSteps:
         fields = _problem(inputs, options)
 
         problem: AttentionProblem = AttentionQueriesProblem(**fields, dbias=in_place, dlse=dlse is not None)
-        scores, grad = _scores(inputs, options, problem), _strided(do)
+        scores, grad = _scores(inputs, options, problem, self.device.gpu.sm_count), _strided(do)
         of_stats = dict(stats=stats.data_ptr(), stats_row=stats_row)
         self._launch(
             problem,
@@ -214,7 +214,7 @@ def _problem(inputs: Inputs, options: Options) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def _scores(inputs: Inputs, options: Options, problem: AttentionProblem) -> ScoreArgs:
+def _scores(inputs: Inputs, options: Options, problem: AttentionProblem, max_ctas: int) -> ScoreArgs:
     q, k, v, bias, mask = inputs
     bounds: dict[str, int] = {}
     if problem.band:
@@ -227,4 +227,5 @@ def _scores(inputs: Inputs, options: Options, problem: AttentionProblem) -> Scor
         q=_strided(q), k=_strided(k), v=_strided(v), bias=_broadcast(bias, problem.bias_aligned),
         mask=_broadcast(mask, problem.mask_aligned), scale=options.scale, softcap=options.softcap, **bounds,
         batch=batch, heads=heads, group=heads // k.shape[1], num_q=num_q, num_k=k.shape[2], d=d,
+        max_ctas=max_ctas,
     )  # fmt: skip
