@@ -5,7 +5,7 @@ Lengths, batch, heads and strides are runtime arguments. Query head h uses key h
 """
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from quackish.configs.arguments import ALIGNED_F32, F32, Ptr
 from quackish.errors import UnsupportedError
@@ -49,13 +49,13 @@ class ScoreArgs(NamedTuple):
 
 
 class ForwardArgs(NamedTuple):
-    scores: Any = None
+    scores: Any = ScoreArgs()
     o: Any = None  # (B, Hq, Lq, d), written
     lse: Any = F32  # (B, Hq, Lq), written
 
 
 class QueriesArgs(NamedTuple):
-    scores: Any = None
+    scores: Any = ScoreArgs()
     o: Any = None  # (B, Hq, Lq, d)
     do: Any = None  # as o
     lse: Any = F32  # (B, Hq, Lq)
@@ -67,7 +67,7 @@ class QueriesArgs(NamedTuple):
 
 
 class KeysArgs(NamedTuple):
-    scores: Any = None
+    scores: Any = ScoreArgs()
     do: Any = None  # (B, Hq, Lq, d)
     stats: Any = ALIGNED_F32
     stats_row: Any = "int64"
@@ -76,7 +76,7 @@ class KeysArgs(NamedTuple):
 
 
 class BiasArgs(NamedTuple):
-    scores: Any = None
+    scores: Any = ScoreArgs()
     do: Any = None  # (B, Hq, Lq, d)
     stats: Any = ALIGNED_F32
     stats_row: Any = "int64"
@@ -90,8 +90,6 @@ class BiasArgs(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class AttentionProblem:
     """What all kernels of attention depend on."""
-
-    kind: ClassVar[str]  # the field of the rules below
 
     dtype: str  # of q, k, v, o and their gradients: "bfloat16" or "float16"
     d: int  # columns of q, k and v, rounded up: 32, 64, 96 or 128
@@ -212,7 +210,7 @@ def attention_smem_bytes(problem: AttentionProblem, config: AttentionConfig) -> 
         stage += scores
     if kind == "queries":  # shift and delta of its rows, and dbias before it is stored
         total += 8 * rows
-        total += 2 * scores if problem.dbias and problem.bias_dtype != "float32" else 0
+        total += 2 * scores if getattr(problem, "dbias", False) and problem.bias_dtype != "float32" else 0
     if kind == "keys":  # shift and delta of the loaded rows
         stage += 8 * config.tile
     if kind == "bias":  # both sides are loaded

@@ -40,6 +40,7 @@ def _on_blackwell(*rule: Any) -> dict[str, Rule]:
     return dict.fromkeys(("sm_100", "sm_103"), Rule(*rule))
 
 
+_ATTENTION = Rule(attention.AttentionConfig, attention.attention_config, attention.attention_why_illegal)
 # kernel -> GPU family -> rule, with the keys of the table in quackish/kernels/__init__.py
 RULES: dict[str, dict[str, Rule]] = {
     "rms_norm_fwd": _on_all(rms_norm.RmsNormFwdConfig, rms_norm.rms_norm_fwd_config, rms_norm.rms_norm_fwd_why_illegal),
@@ -56,10 +57,10 @@ RULES: dict[str, dict[str, Rule]] = {
             grouped_gemm_sm100.grouped_gemm_sm100_why_illegal,
         ),
     },
-    **dict.fromkeys(
-        ("attention_fwd", "attention_bwd_queries", "attention_bwd_keys", "attention_bwd_bias"),
-        {"sm_90": Rule(attention.AttentionConfig, attention.attention_config, attention.attention_why_illegal)},
-    ),
+    "attention_fwd": {"sm_90": _ATTENTION},
+    "attention_bwd_queries": {"sm_90": _ATTENTION},
+    "attention_bwd_keys": {"sm_90": _ATTENTION},
+    "attention_bwd_bias": {"sm_90": _ATTENTION},
 }
 # Kernels with one config per problem, which cannot be tuned or forced: (class of its problems, problem -> config)
 FIXED: dict[str, tuple[type, Callable[[Any], Any]]] = {

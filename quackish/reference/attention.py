@@ -122,9 +122,12 @@ def taking_part(rows: slice, num_keys: int, options: Options, device: torch.devi
         return None
     i = torch.arange(rows.start, rows.stop, device=device)[:, None]
     j = torch.arange(num_keys, device=device)[None]
-    left = True if options.left is None else j >= i - options.left
-    right = True if options.right is None else j <= i + options.right
-    return left & right
+    part = torch.ones((), dtype=torch.bool, device=device)
+    if options.left is not None:
+        part = part & (j >= i - options.left)
+    if options.right is not None:
+        part = part & (j <= i + options.right)
+    return part
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -14,7 +14,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr, pipeline
 
 from quackish.configs.attention import BLOCK, BiasArgs
-from quackish.kernels.attention.scores import AttentionSm90, Block, Head, ScoreTiles, pair_rows
+from quackish.kernels.common.attention import AttentionSm90, Block, Head, ScoreTiles, pair_rows
 from quackish.kernels.common.dependent_launch import after_previous
 from quackish.kernels.common.memory import vector_at
 
@@ -51,9 +51,8 @@ class AttentionBiasSm90(AttentionSm90):
 
     @cute.kernel
     def kernel(self, atoms: list, score_atoms: list, args: BiasArgs, layouts: list, score_layouts: list):
-        c, s = self.config, args.scores
+        c = self.config
         tid, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
         wg = cute.arch.make_warp_uniform(tid // 128)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
 

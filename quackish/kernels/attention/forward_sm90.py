@@ -1,4 +1,4 @@
-"""Attention forward on Hopper: o = softmax(x) v and lse, for x of `scores.py`.
+"""Attention forward on Hopper: o = softmax(x) v and lse, for x of `common/attention.py`.
 
 A CTA has `num_wgs` blocks of 64 queries, one per consumer warp group. A producer warp loads tiles of k, v, bias and
 mask. The softmax is online, in fp32: q k^T of the next tile and p v of the previous one are in flight together.
@@ -10,7 +10,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr, pipeline
 
 from quackish.configs.attention import BLOCK, ForwardArgs, ScoreArgs
-from quackish.kernels.attention.scores import AttentionSm90, Block, ScoreTiles, pair_rows
+from quackish.kernels.common.attention import AttentionSm90, Block, ScoreTiles, pair_rows
 from quackish.kernels.common.dependent_launch import after_previous
 from quackish.kernels.common.math import LN_2
 
@@ -37,7 +37,6 @@ class AttentionForwardSm90(AttentionSm90):
     def kernel(self, atoms: list, score_atoms: list, args: ForwardArgs, layouts: list, score_layouts: list):
         c, s = self.config, args.scores
         tid, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
         wg = cute.arch.make_warp_uniform(tid // 128)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
 

@@ -12,7 +12,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, const_expr, pipeline
 
 from quackish.configs.attention import BLOCK, KeysArgs, ScoreArgs
-from quackish.kernels.attention.scores import AttentionSm90, Block, Head, Item, ScoreTiles
+from quackish.kernels.common.attention import AttentionSm90, Block, Head, Item, ScoreTiles
 from quackish.kernels.common.dependent_launch import after_previous
 
 
@@ -43,7 +43,6 @@ class AttentionKeysSm90(AttentionSm90):
     ):  # fmt: skip
         c, s = self.config, args.scores
         tid, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
         wg = cute.arch.make_warp_uniform(tid // 128)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
 

@@ -12,12 +12,12 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr, pipeline
 
 from quackish.configs.attention import BLOCK, QueriesArgs, ScoreArgs
-from quackish.kernels.attention.scores import AttentionSm90, Block, ScoreTiles, pair_rows
-from quackish.kernels.attention.swizzled import SwizzledTile
 from quackish.kernels.common.arguments import DTYPES
+from quackish.kernels.common.attention import AttentionSm90, Block, ScoreTiles, pair_rows
 from quackish.kernels.common.dependent_launch import after_previous
 from quackish.kernels.common.math import LOG2_E
 from quackish.kernels.common.memory import load_at, vector_at
+from quackish.kernels.common.swizzled_tile import SwizzledTile
 
 
 class AttentionQueriesSm90(AttentionSm90):
@@ -54,7 +54,6 @@ class AttentionQueriesSm90(AttentionSm90):
     ):  # fmt: skip
         c, s = self.config, args.scores
         tid, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
         wg = cute.arch.make_warp_uniform(tid // 128)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
 

@@ -17,6 +17,7 @@ from quackish.ops.device import (
     as_current,
     check_same_device,
     device_of,
+    expects_kernels,
     refuse_compile,
     report_portable,
     require_device,
@@ -62,8 +63,8 @@ _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask"
 _OPTIONS = "float scale, float? softcap, SymInt? left, SymInt? right"
 _lib.define(f"attention_fwd({_INPUTS}, {_OPTIONS}, str backend) -> (Tensor o, Tensor lse)", tags=_TAGS)
 _lib.define(
-    f"attention_bwd(Tensor d_o, Tensor? dlse, Tensor o, Tensor lse, {_INPUTS}, {_OPTIONS}, bool need_dbias, str backend) "
-    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)",
+    f"attention_bwd(Tensor d_o, Tensor? dlse, Tensor o, Tensor lse, {_INPUTS}, {_OPTIONS}, bool need_dbias, "
+    "str backend) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)",
     tags=_TAGS,
 )
 _fwd_op, _bwd_op = torch.ops.quackish.attention_fwd.default, torch.ops.quackish.attention_bwd.default
@@ -117,7 +118,7 @@ def _op_backward(ctx, do, dlse):
     *tensors, out, lse = ctx.saved_tensors
     inputs, need_dbias = Inputs(*tensors), ctx.needs_input_grad[Inputs._fields.index("bias")]
     do = torch.zeros_like(out) if do is None else do
-    if is_plain() and are_plain((do, dlse, *tensors)) and not do.is_meta:
+    if is_plain() and are_plain((do, dlse, *tensors)) and _has_memory(do):
         with as_current(do.device), without_autocast(do.device.type):
             grads = _backward(do, dlse, out, lse, inputs, ctx.options, need_dbias, ctx.backend)
     else:
@@ -146,6 +147,11 @@ for _name, _impl, _fake in (
 torch.library.register_autograd("quackish::attention_fwd", _op_backward, setup_context=_setup_context, lib=_lib)
 
 
+def _has_memory(t: Tensor) -> bool:
+    """False for meta tensors, except in dry runs of the kernels' launches."""
+    return not t.is_meta or expects_kernels(t.device)
+
+
 # Plain eager, without the operator ------------------------------------------------------------------------------------
 
 
@@ -163,7 +169,7 @@ class _Attention(torch.autograd.Function):
 def attention(inputs: Inputs, options: Options, backend: str) -> tuple[Tensor, Tensor]:
     """(o, lse)"""
     args: tuple[Any, ...] = (*inputs, *options, backend)
-    if is_plain() and are_plain(args) and not inputs.q.is_meta:
+    if is_plain() and are_plain(args) and _has_memory(inputs.q):
         return _Attention.apply(*args)
     refuse_compile(WHO, inputs.q.device)
     return _fwd_op(*args)

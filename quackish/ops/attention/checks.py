@@ -39,8 +39,8 @@ def check(
         raise ValueError(f"{WHO}: softcap is {softcap}; expected a number above 0, or None")
     if attn_mask is not None and attn_mask.dtype != torch.bool and attn_bias is not None:
         raise ValueError(
-            f"{WHO}: attn_mask is {attn_mask.dtype} and attn_bias is given; expected a bool attn_mask beside attn_bias, "
-            "or their sum as attn_bias"
+            f"{WHO}: attn_mask is {attn_mask.dtype} and attn_bias is given; expected a bool attn_mask beside "
+            "attn_bias, or their sum as attn_bias"
         )
     query, key, value, lead = _check_shapes(query, key, value, enable_gqa)
     if scale is None:

@@ -28,7 +28,7 @@ from quackish.configs.attention import (
     Strided,
     bias_parts,
 )
-from quackish.ops.cuda import address, name_of
+from quackish.ops.cuda import address, dtype_name, name_of
 from quackish.ops.device import Device
 from quackish.reference.attention import Inputs, Options, strides_like
 
@@ -43,7 +43,7 @@ _KERNELS = {
 
 def why_unsupported(inputs: Inputs, need_dbias: bool = False) -> str:
     """Why kernels do not cover these tensors; "" if they do."""
-    q, k, v, bias, mask = inputs
+    q, k, v, bias, _ = inputs
     d = q.shape[3]
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"{q.dtype}; supported: torch.bfloat16, torch.float16"
@@ -70,7 +70,8 @@ class AttentionSteps:
         self._kernel = functools.lru_cache(maxsize=1024)(self._find_kernel)
 
     def forward(self, inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
-        q, k, v, bias, mask = inputs = _readable(inputs)
+        inputs = _readable(inputs)
+        q = inputs.q
         out, lse = self._like(q), self._contiguous(q.shape[:3], torch.float32)
         problem = AttentionForwardProblem(**_problem(inputs, options))
         args = ForwardArgs(_scores(inputs, options, problem, self.device.gpu.sm_count), _strided(out), lse.data_ptr())
@@ -208,9 +209,10 @@ def _problem(inputs: Inputs, options: Options) -> dict[str, Any]:
     q, k, _, bias, mask = inputs
     num_q, num_k = q.shape[2], k.shape[2]
     return dict(
-        dtype=name_of(q.dtype), d=(q.shape[3] + 31) // 32 * 32, bias_dtype=None if bias is None else name_of(bias.dtype),
-        bias_aligned=_is_aligned(bias, num_q, num_k), mask=mask is not None, mask_aligned=_is_aligned(mask, num_q, num_k),
-        band=options.left is not None or options.right is not None, softcap=options.softcap is not None,
+        dtype=name_of(q.dtype), d=(q.shape[3] + 31) // 32 * 32, bias_dtype=dtype_name(bias),
+        bias_aligned=_is_aligned(bias, num_q, num_k), mask=mask is not None,
+        mask_aligned=_is_aligned(mask, num_q, num_k), softcap=options.softcap is not None,
+        band=options.left is not None or options.right is not None,
     )  # fmt: skip
 
 

@@ -22,10 +22,10 @@ from quackish.configs.attention import (
     ScoreArgs,
     Strided,
 )
-from quackish.kernels.attention.swizzled import SwizzledTile
 from quackish.kernels.common.arguments import DTYPES, fake_args
 from quackish.kernels.common.math import LOG2_E, tanh
 from quackish.kernels.common.memory import load_at
+from quackish.kernels.common.swizzled_tile import SwizzledTile
 
 # L2 cache policies as encoded by PTX's `createpolicy`
 EVICT_NORMAL, EVICT_FIRST = 0x10F0_0000_0000_0000, 0x12F0_0000_0000_0000

@@ -1,8 +1,8 @@
 """A tile in shared memory as TMA loads and stores it, and each thread's part of it in the layout of an accumulator.
 
-A tile (rows, columns) consists of blocks of `span` bytes of each row, one block after the other; in a block, chunks of
-16 bytes are swizzled. In the accumulator of a warp group, thread t has rows 16 (t / 32) + (t % 32) / 4 + 8 r and columns
-8 j + 2 (t % 4) + c, as value c + 2 r + 4 j.
+A tile (rows, columns) consists of blocks of `span` bytes of each row, one block after the other. In a block, chunks of
+16 bytes are swizzled. In the accumulator of a warp group, thread t has rows 16 (t / 32) + (t % 32) / 4 + 8 r and
+columns 8 j + 2 (t % 4) + c, as value c + 2 r + 4 j.
 """
 
 import cutlass
