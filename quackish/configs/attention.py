@@ -13,8 +13,9 @@ from quackish.gpu import Gpu
 
 BLOCK = 64  # rows of a warp group's accumulator
 MAX_D = 128
-PRODUCER_REGISTERS = 32
-CONSUMER_REGISTERS = {2: 240, 3: 160}  # by number of consumer warp groups
+# Registers per thread of the producer and of the consumers, by number of consumer warp groups. All threads together may
+# have no more than at launch, when each has 65,536 / threads, rounded down to a multiple of 8. Otherwise they hang.
+REGISTERS = {2: (24, 240), 3: (32, 160)}
 
 
 class Strided(NamedTuple):
@@ -238,13 +239,13 @@ def _registers(problem: AttentionProblem, config: AttentionConfig) -> int:
 
 def attention_why_illegal(problem: AttentionProblem, config: AttentionConfig, gpu: Gpu) -> str | None:
     tiles = TILES[_KIND[type(problem)]]
-    if config.num_wgs not in CONSUMER_REGISTERS:
+    if config.num_wgs not in REGISTERS:
         return f"num_wgs is {config.num_wgs}; expected 2 or 3"
     if config.tile not in tiles:
         return f"tile is {config.tile}; expected one of {', '.join(map(str, tiles))}"
     if config.num_stages < 1:
         return f"num_stages is {config.num_stages}; expected at least 1"
-    needed, registers = _registers(problem, config), CONSUMER_REGISTERS[config.num_wgs]
+    needed, registers = _registers(problem, config), REGISTERS[config.num_wgs][1]
     if needed > registers:
         return (
             f"tile is {config.tile} and num_wgs {config.num_wgs}: they need about {needed} registers per thread, of "

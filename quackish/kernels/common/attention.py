@@ -14,14 +14,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from quackish.configs.attention import (
-    BLOCK,
-    CONSUMER_REGISTERS,
-    PRODUCER_REGISTERS,
-    AttentionConfig,
-    ScoreArgs,
-    Strided,
-)
+from quackish.configs.attention import BLOCK, REGISTERS, AttentionConfig, ScoreArgs, Strided
 from quackish.kernels.common.arguments import DTYPES, fake_args
 from quackish.kernels.common.math import LOG2_E, tanh
 from quackish.kernels.common.memory import load_at
@@ -305,7 +298,7 @@ class AttentionSm90:
     @property
     def registers(self) -> tuple[int, int]:
         """Of a thread of the producer, and of the consumers."""
-        return PRODUCER_REGISTERS, CONSUMER_REGISTERS[self.config.num_wgs]
+        return REGISTERS[self.config.num_wgs]
 
     # Device: scores
 
