@@ -225,12 +225,11 @@ def _registers(problem: AttentionProblem, config: AttentionConfig) -> int:
     Configs up to the limit compile without spills (`tests/test_attention_config.py`).
     """
     kind, tile, d = _KIND[type(problem)], config.tile, problem.d
-    is_complex = (
-        problem.softcap or (problem.mask and problem.band) or not (problem.bias_aligned and problem.mask_aligned)
-    )
+    unaligned = not (problem.bias_aligned and problem.mask_aligned)  # its values are loaded many at a time
+    is_complex = problem.softcap or (problem.mask and problem.band) or unaligned
     live = {
-        "forward": tile // 2 + tile // 4 + d // 2 + 40,
-        "queries": tile + tile // 4 + d // 2 + 40,
+        "forward": tile // 2 + tile // 4 + d // 2 + 40 + tile * unaligned,
+        "queries": tile + tile // 4 + d // 2 + 40 + tile // 4 * unaligned,
         "keys": tile + tile // 2 + d + 16 + 8 * (problem.mask or not problem.bias_aligned),
         "bias": tile + tile // 2 + 40 + 16 * is_complex,
     }[kind]

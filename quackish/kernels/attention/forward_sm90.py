@@ -130,7 +130,7 @@ class AttentionForwardSm90(AttentionSm90):
             cute.nvgpu.warpgroup.wait_group(0)
             self.scores(x, s, tiles, read.index, block, None, None)
             self.exponentials(x, top, total)
-            p.store(x.load().to(self.dtype).reshape(p.shape))
+            self.round_to_operand(p, x)
             read.advance()
             for n in cutlass.range(item.first + 1, item.last, unroll=1):
                 loaded.consumer_wait(read)
@@ -144,7 +144,7 @@ class AttentionForwardSm90(AttentionSm90):
                 previous.advance()
                 for v in cutlass.range_constexpr(cute.size(o)):
                     o[v] = o[v] * rescale[v // 2 % 2]
-                p.store(x.load().to(self.dtype).reshape(p.shape))
+                self.round_to_operand(p, x)
                 read.advance()
             self.multiply(o, [pv_mma], p, rV[None, None, None, previous.index])
             cute.nvgpu.warpgroup.wait_group(0)

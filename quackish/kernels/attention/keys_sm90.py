@@ -168,14 +168,14 @@ class AttentionKeysSm90(AttentionSm90):
                 self.scores(x, s, tiles, read.index, block, shift, tanhs)
                 for v in cutlass.range_constexpr(cute.size(x)):
                     x[v] = cute.math.exp2(x[v], fastmath=True)
-                p.store(x.load().to(self.dtype).reshape(p.shape))
+                self.round_to_operand(p, x)
                 self.multiply(dv, [rows_mma], p, rDOt[None, None, None, read.index])
                 cute.nvgpu.warpgroup.wait_group(1)  # dp
                 for v in cutlass.range_constexpr(cute.size(x)):
                     x[v] = x[v] * (dp[v] - delta[v])
                     if const_expr(tanhs is not None):
                         x[v] = x[v] * (1.0 - tanhs[v] * tanhs[v])
-                ds.store(x.load().to(self.dtype).reshape(ds.shape))
+                self.round_to_operand(ds, x)
                 self.multiply(dk, [rows_mma], ds, rQt[None, None, None, read.index])
                 read.advance()
             cute.nvgpu.warpgroup.wait_group(0)

@@ -198,7 +198,7 @@ class AttentionQueriesSm90(AttentionSm90):
                 if const_expr(tanhs is not None):
                     for v in cutlass.range_constexpr(cute.size(x)):
                         x[v] = x[v] * (1.0 - tanhs[v] * tanhs[v])
-                ds.store(x.load().to(self.dtype).reshape(ds.shape))
+                self.round_to_operand(ds, x)
                 self.multiply(dq, [dq_mma], ds, rKt[None, None, None, read.index])
                 read.advance()
             cute.nvgpu.warpgroup.wait_group(0)

@@ -9,7 +9,7 @@ from typing import NamedTuple, Optional
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr, pipeline
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
@@ -155,6 +155,16 @@ class AttentionSm90:
         """Registers for a (BLOCK, k) operand. Value i is that of an accumulator of k columns."""
         shape = self.mma_from_registers().get_slice(0).partition_shape_A((BLOCK, k))
         return cute.make_rmem_tensor(shape, self.dtype)
+
+    @cute.jit
+    def round_to_operand(self, operand: cute.Tensor, acc: cute.Tensor):
+        """operand = acc. The compiler would move its own conversions past the fence of the WGMMA that reads them."""
+        words = cute.recast_tensor(operand, Int32)
+        for i in cutlass.range_constexpr(cute.size(words)):
+            words[i] = cute.arch.inline_ptx(
+                "cvt.rn.%sx2.f32 {$w0}, {$r0}, {$r1};" % ("bf16" if self.dtype is BFloat16 else "f16"),
+                write_only_types=[Int32], read_only_args=[acc[2 * i + 1], acc[2 * i]],
+            )  # fmt: skip
 
     def multiply(self, acc, mmas, rA, rB):
         """Issues acc = A @ B for fragments (.., k blocks); mmas: [overwrite, add] or [add]."""
