@@ -224,7 +224,7 @@ def _attention_bwd_bias(p: attention.AttentionBiasProblem, s: Sizes) -> Work:
 
 
 class Kernel(NamedTuple):
-    # Fields of the call's NamedTuple or of one in it, or {name: position} without a NamedTuple.
+    # Fields of the call's NamedTuple, or of the first one in it that has them; {name: position} without a NamedTuple.
     sizes: tuple[str, ...] | Mapping[str, int]
     work: Callable[[Any, Sizes], Work]  # (problem, sizes) -> Work
 
@@ -266,15 +266,10 @@ def sizes_of(kernel: str, args: Sequence[Any]) -> dict[str, int]:
     """The sizes among a call's arguments, without those that are None."""
     sizes = KERNELS[kernel].sizes
     if isinstance(sizes, tuple):
-        fields = {
-            name: value for part in (*filter(_is_named, args[0]), args[0]) for name, value in part._asdict().items()
-        }
-        return {name: fields[name] for name in sizes if fields[name] is not None}
+        parts = [part._asdict() for part in (args[0], *args[0]) if hasattr(part, "_asdict")]
+        found = {name: next(part[name] for part in parts if name in part) for name in sizes}
+        return {name: size for name, size in found.items() if size is not None}
     return {name: args[at] for name, at in sizes.items()}
-
-
-def _is_named(value: Any) -> bool:
-    return hasattr(value, "_asdict")
 
 
 def work(kernel: str, problem: Any, sizes: Sizes) -> Work:

@@ -262,12 +262,26 @@ def attention_why_illegal(problem: AttentionProblem, config: AttentionConfig, gp
 TILES = {"forward": (128, 64), "queries": (128, 64), "keys": (64, 32), "bias": (128, 64)}
 
 
+# (tile, smallest number of stages), the best first. H200, bf16, B 4, H 16, L 2048, a bias (B, H, L, L), ms of the median:
+_PREFERRED = {
+    # d 64: (2, 128, 3) 0.233, (2, 64, 4) 0.242, (2, 128, 2) 0.324; d 128: (2, 64, 3) 0.319, (2, 128, 2) 0.435
+    "forward": ((128, 3), (64, 2), (64, 1)),
+    # d 64: (2, 64, 4) 0.356, (3, 64, 3) 0.375, (2, 128, 2) 0.376; d 128: (2, 64, 3) 0.513, (2, 64, 2) 0.565
+    "queries": ((128, 3), (64, 2), (64, 1)),
+    # d 64: (2, 64, 4) 0.330, (2, 64, 3) 0.336, (2, 32, 6) 0.392; d 128: (2, 64, 3) 0.567, (2, 32, 4) 0.569
+    "keys": ((64, 2), (64, 1), (32, 2)),
+    # other configs were not measured
+    "bias": ((128, 2), (64, 2), (64, 1)),
+}
+
+
 def attention_config(problem: AttentionProblem, gpu: Gpu) -> AttentionConfig:
-    """The largest tile with 2 stages that fits, with as many stages as fit, at most 4. Not tuned."""
-    for tile, least in ((128, 2), (64, 2), (64, 1), (32, 2)):
-        for stages in (4, 3, 2, 1):
+    """Two consumer warp groups, and as many stages as fit, at most 4."""
+    most = 3 if problem.d == MAX_D else 4  # 4 stages fit some kernels at d 128, but were not measured there
+    for tile, least in _PREFERRED[_KIND[type(problem)]]:
+        for stages in range(most, least - 1, -1):
             config = AttentionConfig(2, tile, stages)
-            if stages >= least and attention_why_illegal(problem, config, gpu) is None:
+            if attention_why_illegal(problem, config, gpu) is None:
                 return config
     raise UnsupportedError(f"scaled_dot_product_attention: no kernel for {problem} on {gpu.name}")
 
