@@ -262,7 +262,7 @@ def attention_why_illegal(problem: AttentionProblem, config: AttentionConfig, gp
 TILES = {"forward": (128, 64), "queries": (128, 64), "keys": (64, 32), "bias": (128, 64)}
 
 
-# (tile, smallest number of stages), the best first. H200, bf16, B 4, H 16, L 2048, a bias (B, H, L, L), ms of the median:
+# (tile, smallest number of stages), the best first. H200, bf16, B 4, H 16, L 2048, bias (B, H, L, L), median ms:
 _PREFERRED = {
     # d 64: (2, 128, 3) 0.233, (2, 64, 4) 0.242, (2, 128, 2) 0.324; d 128: (2, 64, 3) 0.319, (2, 128, 2) 0.435
     "forward": ((128, 3), (64, 2), (64, 1)),
