@@ -8,6 +8,7 @@ from quackish._version import __version__
 from quackish.configs.choose import config
 from quackish.emulation import emulate
 from quackish.errors import UnsupportedError
+from quackish.ops.attention import scaled_dot_product_attention
 from quackish.ops.device import use_unverified_kernels
 from quackish.ops.grouped_mlp import grouped_mlp, grouped_mm, moe_mlp
 from quackish.ops.linear_cross_entropy import LinearCrossEntropyLoss, LinearCrossEntropyStats, linear_cross_entropy
@@ -30,6 +31,7 @@ __all__ = [
     "rms_norm",
     "rms_norm_backward",
     "rms_norm_forward",
+    "scaled_dot_product_attention",
     "use_unverified_kernels",
 ]
 

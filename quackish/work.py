@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from quackish import kernels
-from quackish.configs import gemm, grouped_gemm, lce_cublas, lce_rows, rms_norm, token_rows
+from quackish.configs import attention, gemm, grouped_gemm, lce_cublas, lce_rows, rms_norm, token_rows
 from quackish.gpu import Roofs
 
 LAUNCH_US = 2.0  # about the time of an empty kernel; not measured per GPU
@@ -189,19 +189,56 @@ def _lce_clear(p: lce_cublas.LceClearProblem, s: Sizes) -> Work:
     return _returns_at_once("writes the ignored rows, if any")
 
 
+def _attention(p: attention.AttentionProblem, s: Sizes, matmuls: int, rows: int, dbias: int = 0) -> Work:
+    """matmuls: of Lq x Lk x d. rows: tensors like q that are read and written, besides k and v."""
+    scores = s["batch"] * s["heads"] * s["num_q"] * s["num_k"]
+    of_q, of_k = (s["batch"] * s["heads"] * s[n] * s["d"] * _bytes(p.dtype) for n in ("num_q", "num_k"))
+    read = scores * (_bytes(p.bias_dtype) + p.mask) + (rows - 1) * of_q + 2 * of_k // s["group"]
+    notes = ["fewer bytes of a bias or mask that is broadcast"] * (p.bias_dtype is not None or p.mask)
+    notes += ["less work with causality or a window"] * p.band
+    return Work(read, of_q + scores * dbias, 2 * matmuls * scores * s["d"], "; ".join(notes))
+
+
+def _attention_fwd(p: attention.AttentionForwardProblem, s: Sizes) -> Work:
+    return _attention(p, s, matmuls=2, rows=2)  # q, o
+
+
+def _attention_bwd_queries(p: attention.AttentionQueriesProblem, s: Sizes) -> Work:
+    return _attention(p, s, matmuls=3, rows=4, dbias=_bytes(p.bias_dtype) if p.dbias else 0)  # q, o, do, dq
+
+
+def _attention_bwd_keys(p: attention.AttentionKeysProblem, s: Sizes) -> Work:
+    work = _attention(p, s, matmuls=4, rows=3)  # q, do
+    of_k = s["batch"] * s["heads"] // s["group"] * s["num_k"] * s["d"] * _bytes(p.dtype)
+    return dataclasses.replace(work, bytes_written=2 * of_k)  # dk, dv
+
+
+def _attention_bwd_bias(p: attention.AttentionBiasProblem, s: Sizes) -> Work:
+    work = _attention(p, s, matmuls=2, rows=3)  # q, do
+    return dataclasses.replace(
+        work, bytes_written=4 * s["parts"] * s["batches"] * s["bias_heads"] * s["num_q"] * s["num_k"]
+    )
+
+
 # The table -----------------------------------------------------------------------------------------------------------
 
 
 class Kernel(NamedTuple):
-    sizes: tuple[str, ...] | Mapping[str, int]  # fields of the call's NamedTuple, or {name: position} without one
+    # Fields of the call's NamedTuple, or of the first one in it that has them; {name: position} without a NamedTuple.
+    sizes: tuple[str, ...] | Mapping[str, int]
     work: Callable[[Any, Sizes], Work]  # (problem, sizes) -> Work
 
 
+_ATTENTION = ("batch", "heads", "group", "num_q", "num_k", "d")
 KERNELS = {
     "rms_norm_fwd": Kernel({"m": -3}, _rms_norm_fwd),
     "rms_norm_bwd": Kernel({"m": -3}, _rms_norm_bwd),
     "lce_gemm": Kernel(("m", "n", "k"), _lce_gemm),
     "grouped_gemm": Kernel(("rows", "m", "n", "k", "groups"), _grouped_gemm),
+    "attention_fwd": Kernel(_ATTENTION, _attention_fwd),
+    "attention_bwd_queries": Kernel(_ATTENTION, _attention_bwd_queries),
+    "attention_bwd_keys": Kernel(_ATTENTION, _attention_bwd_keys),
+    "attention_bwd_bias": Kernel((*_ATTENTION, "parts", "batches", "bias_heads"), _attention_bwd_bias),
     "token_rows": Kernel({"tokens": -3, "k": -2}, _token_rows),
     "lce_compact": Kernel(("v", "m"), _lce_compact),
     "lce_gather": Kernel(("rows", "v"), _lce_gather),
@@ -229,7 +266,9 @@ def sizes_of(kernel: str, args: Sequence[Any]) -> dict[str, int]:
     """The sizes among a call's arguments, without those that are None."""
     sizes = KERNELS[kernel].sizes
     if isinstance(sizes, tuple):
-        return {name: size for name in sizes if (size := getattr(args[0], name)) is not None}
+        parts = [part._asdict() for part in (args[0], *args[0]) if hasattr(part, "_asdict")]
+        found = {name: next(part[name] for part in parts if name in part) for name in sizes}
+        return {name: size for name, size in found.items() if size is not None}
     return {name: args[at] for name, at in sizes.items()}
 
 

@@ -45,7 +45,7 @@ def test_a_healthy_installation(capsys):
     out = capsys.readouterr().out
     for part in ("Versions", "Operations", "ok; errors y", "same bits in two runs", "Cache", "No problem found."):
         assert part in out
-    for name in ("rms_norm", "linear_cross_entropy", "grouped_mlp", "moe_mlp"):
+    for name in ("rms_norm", "linear_cross_entropy", "grouped_mlp", "moe_mlp", "scaled_dot_product_attention"):
         assert f"\n  {name} on " in out
     assert "WRONG" not in out
 

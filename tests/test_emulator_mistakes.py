@@ -60,6 +60,9 @@ MISTAKES = {
     "no wait for a free stage": Mistake(TRY_WAIT, 0, SKIP, "1 arrivals at an mbarrier that expects 0 more"),
     "no wait for a tile's first loaded stage": Mistake(TRY_WAIT, 7, SKIP, RACE, AT_ONCE),
     "no wait for a loaded stage": Mistake(TRY_WAIT, 8, SKIP, RACE),
+    "producer keeps registers that the consumers take": Mistake(
+        r"(setmaxnreg\.dec\.sync\.aligned\.u32\s+)24;", 0, r"\g<1>32;", "waits for registers", AT_ONCE
+    ),
     "too few bytes expected": Mistake(EXPECT, 0, rf"\1, {BYTES - 16};", DEADLOCK),
     "too many bytes expected": Mistake(EXPECT, 0, rf"\1, {BYTES + 16};", "16 bytes pending", AT_ONCE),
     "stage released while wgmma reads it": Mistake(r"wgmma\.wait_group\.sync\.aligned\s+1;", 0, "", RACE),

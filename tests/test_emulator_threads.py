@@ -757,6 +757,32 @@ def test_copies_wait_for_threads_that_compute():
     assert not has_copied(loop, "late")
 
 
+TAKE_REGISTERS = """
+    .reg .pred %p; .reg .b32 %t; mov.u32 %t, %tid.x; setp.lt.u32 %p, %t, 128; @%p bra PRODUCER;
+    setmaxnreg.inc.sync.aligned.u32 {}; ret;
+    PRODUCER: setmaxnreg.dec.sync.aligned.u32 24;
+"""
+
+
+@pytest.mark.parametrize(
+    "directives, threads, most",  # registers per thread: 64, 65,536 / 384 rounded down to a multiple of 8, 65,536 / 512
+    [(".maxnreg 64", 256, 104), (".minnctapersm 1", 384, 240), (".minnctapersm 2", 256, 232)],
+)
+@pytest.mark.parametrize("seed", range(4))
+def test_warp_groups_take_registers_that_others_gave_back(directives, threads, most, seed):
+    directives += f" .reqntid {threads}, 1, 1"
+    launch(kernel(TAKE_REGISTERS.format(most), directives=directives), block=(threads, 1, 1), seed=seed)
+    with pytest.raises(
+        Fault, match=rf"deadlock(.|\n)*{most + 8} instead of \d+ per thread take \d+ from the CTA's pool"
+    ):
+        launch(kernel(TAKE_REGISTERS.format(most + 8), directives=directives), block=(threads, 1, 1), seed=seed)
+
+
+def test_setmaxnreg_has_no_effect_without_a_limit_of_registers():
+    text = kernel(TAKE_REGISTERS.format(256), directives=".reqntid 384, 1, 1")
+    launch(text, block=(384, 1, 1))
+
+
 def test_launches_that_no_gpu_takes():
     text = kernel("", directives=".reqntid 64, 1, 1")
     with pytest.raises(Fault, match="requires"):

@@ -6,6 +6,12 @@ import inspect
 import pytest
 import torch
 
+from quackish.configs.attention import (
+    AttentionBiasProblem,
+    AttentionForwardProblem,
+    AttentionKeysProblem,
+    AttentionQueriesProblem,
+)
 from quackish.configs.choose import choose
 from quackish.configs.gemm import GemmProblem
 from quackish.configs.grouped_gemm import GroupedGemmProblem
@@ -41,6 +47,10 @@ SAMPLES = [
     ("grouped_gemm", GroupedGemmProblem("down", BF16, 64, BF16, biased=True)),
     ("grouped_gemm", GroupedGemmProblem("down_backward", BF16, 64, BF16, b_major="n", activation="silu", scaled=True)),
     ("grouped_gemm", GroupedGemmProblem("store", BF16, 64, FP32, accumulate=True)),
+    ("attention_fwd", AttentionForwardProblem(BF16, 64, mask=True, mask_aligned=False)),
+    ("attention_bwd_queries", AttentionQueriesProblem(BF16, 64, FP32, dbias=True, dlse=True, softcap=True)),
+    ("attention_bwd_keys", AttentionKeysProblem(BF16, 64, BF16, band=True)),
+    ("attention_bwd_bias", AttentionBiasProblem(BF16, 64, BF16)),
     ("token_rows", TokenRowsProblem("sum", 64, BF16)),
     ("lce_compact", LceCompactProblem("int64")),
     ("lce_gather", LceGatherProblem(64, BF16, "int64")),
@@ -76,8 +86,14 @@ def call_of(cls):
     call = {}
     for parameter in [*inspect.signature(cls.__call__).parameters.values()][1:]:
         fields = getattr(parameter.annotation, "_fields", None)
-        call[parameter.name] = parameter.annotation(*fields) if fields else parameter.name
+        call[parameter.name] = named(parameter.annotation) if fields else parameter.name
     return call
+
+
+def named(kind):
+    """A NamedTuple of its fields' names; those that are NamedTuples too have theirs."""
+    defaults = kind._field_defaults
+    return kind(*(named(type(d)) if isinstance(d := defaults.get(f), tuple) else f for f in kind._fields))
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -182,6 +198,33 @@ def test_work_of_grouped_gemms():
         one = GroupedGemmProblem("store", BF16, 64, FP32, accumulate=accumulate)
         read = nbytes(x, act, dw if accumulate else None)
         assert work("grouped_gemm", one, sizes) == Work(read, nbytes(dw), 2 * rows * h * i)
+
+
+def test_work_of_attention():
+    batch, heads, group, num_q, num_k, d = 2, 4, 2, 24, 40, 64
+    sizes = dict(batch=batch, heads=heads, group=group, num_q=num_q, num_k=num_k, d=d)
+    q, k = (torch.empty(batch, h, n, d, dtype=torch.bfloat16) for h, n in ((heads, num_q), (heads // group, num_k)))
+    bias, mask = torch.empty(batch, heads, num_q, num_k), torch.empty(batch, heads, num_q, num_k, dtype=torch.bool)
+    product = 2 * bias.numel() * d
+    fields = dict(dtype=BF16, d=64, bias_dtype=FP32, mask=True)
+
+    def counts(name, problem):
+        found = work(name, problem, sizes | dict(parts=3, batches=1, bias_heads=heads))
+        return found.bytes_read, found.bytes_written, found.flops
+
+    scores = nbytes(bias, mask)
+    assert counts("attention_fwd", AttentionForwardProblem(**fields)) == (
+        nbytes(q, k, k) + scores, nbytes(q), 2 * product
+    )  # fmt: skip
+    assert counts("attention_bwd_queries", AttentionQueriesProblem(**fields, dbias=True)) == (
+        nbytes(q, q, q, k, k) + scores, nbytes(q, bias), 3 * product
+    )  # fmt: skip
+    assert counts("attention_bwd_keys", AttentionKeysProblem(**fields)) == (
+        nbytes(q, q, k, k) + scores, nbytes(k, k), 4 * product
+    )  # fmt: skip
+    assert counts("attention_bwd_bias", AttentionBiasProblem(**fields)) == (
+        nbytes(q, q, k, k) + scores, 3 * nbytes(bias[:1]), 2 * product
+    )  # fmt: skip
 
 
 def test_work_of_token_rows():

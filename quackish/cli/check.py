@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quackish.operations import GROUPED_MLP, LINEAR_CROSS_ENTROPY, MOE_MLP, OPERATIONS, RMS_NORM
+from quackish.operations import ATTENTION, GROUPED_MLP, LINEAR_CROSS_ENTROPY, MOE_MLP, OPERATIONS, RMS_NORM
 from quackish.operations.table import Args, Operation
 from quackish.types import Backend
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 # Bounds on norm-wise errors: 1 to 4 times bf16's unit roundoff for bf16 results. The loss is fp32.
-_BOUNDS = {"y": 0.004, "loss": 1e-4, "lse": 1e-4}
+_BOUNDS = {"y": 0.004, "o": 0.004, "loss": 1e-4, "lse": 1e-4}
 _GRAD_BOUND = 0.008
 
 
@@ -38,8 +38,8 @@ def _case(op: Operation, *shape: int, dtype: torch.dtype = BF16, **options: Any)
     return Case(lambda device: op.arguments(shape, dtype, device, options), op.call, op.kernel, op.gemm)
 
 
-_rms_norm, _lce, _grouped_mlp, _moe_mlp = (
-    functools.partial(_case, op) for op in (RMS_NORM, LINEAR_CROSS_ENTROPY, GROUPED_MLP, MOE_MLP)
+_rms_norm, _lce, _grouped_mlp, _moe_mlp, _attention = (
+    functools.partial(_case, op) for op in (RMS_NORM, LINEAR_CROSS_ENTROPY, GROUPED_MLP, MOE_MLP, ATTENTION)
 )
 SELF_TESTS: dict[str, Case] = {op.name: _case(op, *op.small) for op in OPERATIONS.values()} | {
     "rms_norm": _rms_norm(257, 1024),
@@ -73,6 +73,10 @@ SELF_TESTS: dict[str, Case] = {op.name: _case(op, *op.small) for op in OPERATION
     ),
     "grouped_mlp, deep": _grouped_mlp(300, 512, 4096, 5, scales=True, activation="relu2"),
     "moe_mlp": _moe_mlp(300, 256, 192, 8, 2),
+    "scaled_dot_product_attention, shared bias and mask": _attention(
+        2, 300, 3, 128, shared_bias=True, mask=True, return_lse=True
+    ),
+    "scaled_dot_product_attention, causal": _attention(2, 257, 2, 40, dtype=FP16, causal=True, softcap=30.0),
 }
 # They need 40 GB of memory. The losses have the GEMMs of "chunked", and with "recompute" all epilogues.
 _LARGE = {

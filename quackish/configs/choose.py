@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from quackish.configs import (
+    attention,
     gemm,
     gemm_sm100,
     grouped_gemm,
@@ -39,6 +40,7 @@ def _on_blackwell(*rule: Any) -> dict[str, Rule]:
     return dict.fromkeys(("sm_100", "sm_103"), Rule(*rule))
 
 
+_ATTENTION = Rule(attention.AttentionConfig, attention.attention_config, attention.attention_why_illegal)
 # kernel -> GPU family -> rule, with the keys of the table in quackish/kernels/__init__.py
 RULES: dict[str, dict[str, Rule]] = {
     "rms_norm_fwd": _on_all(rms_norm.RmsNormFwdConfig, rms_norm.rms_norm_fwd_config, rms_norm.rms_norm_fwd_why_illegal),
@@ -55,6 +57,10 @@ RULES: dict[str, dict[str, Rule]] = {
             grouped_gemm_sm100.grouped_gemm_sm100_why_illegal,
         ),
     },
+    "attention_fwd": {"sm_90": _ATTENTION},
+    "attention_bwd_queries": {"sm_90": _ATTENTION},
+    "attention_bwd_keys": {"sm_90": _ATTENTION},
+    "attention_bwd_bias": {"sm_90": _ATTENTION},
 }
 # Kernels with one config per problem, which cannot be tuned or forced: (class of its problems, problem -> config)
 FIXED: dict[str, tuple[type, Callable[[Any], Any]]] = {
@@ -78,6 +84,10 @@ NAMES = {
     "rms_norm_backward": "rms_norm_bwd",
     **dict.fromkeys(("lce_logits", "lce_dlogits", "lce_dx", "lce_dw"), "lce_gemm"),
     "grouped_gemm": "grouped_gemm",
+    "attention_forward": "attention_fwd",
+    "attention_backward_queries": "attention_bwd_queries",
+    "attention_backward_keys": "attention_bwd_keys",
+    "attention_backward_bias": "attention_bwd_bias",
 }
 _GEMMS = {"softmax": "lce_logits", "dlogits": "lce_dlogits", "rows": "lce_dx", "store": "lce_dx"}
 

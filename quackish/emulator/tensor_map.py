@@ -35,8 +35,8 @@ _TF32, _CHUNKS_OF_32 = 1 << 16, 1 << 19
 _FIELDS = 7 << 4 | 15 << 7 | 3 << 13
 
 # Only these types were seen.
-_ELEMENTS = {6: "f16", 7: "f32", 10: "bf16"}
-_ELEMENT_BYTES = {"f16": 2, "f32": 4, "bf16": 2}
+_ELEMENTS = {0: "u8", 6: "f16", 7: "f32", 10: "bf16"}
+_ELEMENT_BYTES = {"u8": 1, "f16": 2, "f32": 4, "bf16": 2}
 _SWIZZLES = [Swizzle.NONE, Swizzle.B32, Swizzle.B64, Swizzle.B128]
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from quackish.emulator.memory import POISON, SharedMemory
 from quackish.emulator.races import SharedRaces
+from quackish.emulator.register_pool import RegisterPool, registers_at_launch
 from quackish.emulator.tensor_races import TensorRaces
 from quackish.emulator.wgmma_registers import WgmmaRegisters
 
@@ -168,6 +169,8 @@ class Cta:
         self.exited = 0
         self.registers = Registers(grid.program.register_counts, self.num_threads)
         self.num_warps = -(-self.num_threads // WARP)
+        directives = grid.program.entry.directives
+        self.register_pool = RegisterPool(self, registers_at_launch(directives, self.num_threads, grid.gpu))
         self.shared = SharedMemory(grid.shared_bytes)
         self.shared.races = SharedRaces(grid.races, self)
         self.tensor_races = TensorRaces(grid.races, self)

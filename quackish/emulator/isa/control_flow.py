@@ -1,6 +1,5 @@
 """Control flow."""
 
-from quackish.emulator.errors import Fault
 from quackish.emulator.isa import action, control
 
 
@@ -15,11 +14,17 @@ def end(lanes, following, writers):
     lanes.cta.exit(lanes.mask)
 
 
-@action("setmaxnreg.{inc,dec}.sync.aligned.u32", "immediate", converged="warp")
-def set_max_registers(lanes, count):
-    # The count is a multiple of 8 from 24 to 256. (PTX, setmaxnreg)
-    if not 24 <= count <= 256 or count % 8:
-        raise Fault(f"setmaxnreg of {count} registers; valid are multiples of 8 from 24 to 256")
+# "The same setmaxnreg instruction must be executed by all warps in a warpgroup." (PTX)
+
+
+@action("setmaxnreg.dec.sync.aligned.u32", "immediate", converged="warp group")
+def give_registers_back(lanes, count):
+    lanes.cta.register_pool.decrease(lanes, count)
+
+
+@control("setmaxnreg.inc.sync.aligned.u32", "immediate", converged="warp group")
+def take_registers(lanes, following, writers, count):
+    lanes.cta.register_pool.increase(lanes, count, following)
 
 
 # Launches run one after another here, so the launch in front has ended. `dependent_launches` checks that threads wait

@@ -10,6 +10,7 @@ DTYPES = {
     "bfloat16": cutlass.BFloat16,
     "float16": cutlass.Float16,
     "float32": Float32,
+    "uint8": cutlass.Uint8,
     "int16": cutlass.Int16,
     "int32": Int32,
     "int64": Int64,

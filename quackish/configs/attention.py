@@ -1,0 +1,295 @@
+"""Attention with a bias or a mask on Hopper: arguments, what to compute (Problem) and how (Config).
+
+Lengths, batch, heads and strides are runtime arguments. Query head h uses key head h / (Hq / Hk). In tensors of
+(B or 1, Hq or 1, Lq, Lk), a stride of 0 in the batch or head dimension means that the tensor is broadcast in it.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from quackish.configs.arguments import ALIGNED_F32, F32, Ptr
+from quackish.errors import UnsupportedError
+from quackish.gpu import Gpu
+
+BLOCK = 64  # rows of a warp group's accumulator
+MAX_D = 128
+# Registers per thread of the producer and of the consumers, by number of consumer warp groups. All threads together may
+# have no more than at launch, when each has 65,536 / threads, rounded down to a multiple of 8. Otherwise they hang.
+REGISTERS = {2: (24, 240), 3: (32, 160)}
+
+
+class Strided(NamedTuple):
+    """A tensor (B, H, L, columns). Strides are in elements; columns are contiguous unless `column` is given."""
+
+    base: Any = None
+    batch: Any = "int64"
+    head: Any = "int64"
+    row: Any = "int64"
+    column: Any = None  # for a bias or a mask that is not loaded by TMA
+
+
+class ScoreArgs(NamedTuple):
+    """What the scores depend on."""
+
+    q: Any = None  # (B, Hq, Lq, d)
+    k: Any = None  # (B, Hk, Lk, d)
+    v: Any = None  # as k
+    bias: Any = None  # (B or 1, Hq or 1, Lq, Lk)
+    mask: Any = None  # (B or 1, Hq or 1, Lq, Lk) uint8
+    scale: Any = "float32"
+    softcap: Any = None  # fp32
+    left: Any = None  # int32: key j takes part in row i if i - left <= j <= i + right; with band
+    right: Any = None
+    batch: Any = "int32"
+    heads: Any = "int32"  # Hq
+    group: Any = "int32"  # Hq / Hk
+    num_q: Any = "int32"  # Lq
+    num_k: Any = "int32"  # Lk
+    d: Any = "int32"
+    max_ctas: Any = "int32"  # resident at once
+
+
+class ForwardArgs(NamedTuple):
+    scores: Any = ScoreArgs()
+    o: Any = None  # (B, Hq, Lq, d), written
+    lse: Any = F32  # (B, Hq, Lq), written
+
+
+class QueriesArgs(NamedTuple):
+    scores: Any = ScoreArgs()
+    o: Any = None  # (B, Hq, Lq, d)
+    do: Any = None  # as o
+    lse: Any = F32  # (B, Hq, Lq)
+    dlse: Any = None  # (B, Hq, Lq) fp32; if lse has a gradient
+    stats: Any = ALIGNED_F32  # (2, B, Hq, stats_row), written: the shift of the scores in units of log2, and delta
+    stats_row: Any = "int64"  # a multiple of 4
+    dq: Any = None  # as q, written
+    dbias: Any = None  # (B, Hq, Lq, Lk), written; with dbias
+
+
+class KeysArgs(NamedTuple):
+    scores: Any = ScoreArgs()
+    do: Any = None  # (B, Hq, Lq, d)
+    stats: Any = ALIGNED_F32
+    stats_row: Any = "int64"
+    dk: Any = None  # (B, Hk, Lk, d), written
+    dv: Any = None  # as dk
+
+
+class BiasArgs(NamedTuple):
+    scores: Any = ScoreArgs()
+    do: Any = None  # (B, Hq, Lq, d)
+    stats: Any = ALIGNED_F32
+    stats_row: Any = "int64"
+    dbias: Any = None  # (parts, B or 1, Hq or 1, Lq, Lk) fp32, written; its strides: batch, head, row
+    part: Any = "int64"  # stride of dbias's parts
+    parts: Any = "int32"
+    batches: Any = "int32"  # B or 1: the sizes of dbias
+    bias_heads: Any = "int32"
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionProblem:
+    """What all kernels of attention depend on."""
+
+    dtype: str  # of q, k, v, o and their gradients: "bfloat16" or "float16"
+    d: int  # columns of q, k and v, rounded up: 32, 64, 96 or 128
+    bias_dtype: str | None = None  # "bfloat16", "float16" or "float32"
+    bias_aligned: bool = True  # its rows start on 16 bytes, so that TMA can load it
+    mask: bool = False
+    mask_aligned: bool = True
+    band: bool = False  # causality or a window
+    softcap: bool = False
+
+    @property
+    def bias_by_tma(self) -> bool:
+        return self.bias_dtype is not None and self.bias_aligned
+
+    @property
+    def mask_by_tma(self) -> bool:
+        return self.mask and self.mask_aligned
+
+    def _operand(self) -> Strided:
+        return Strided(Ptr(self.dtype, aligned=True))
+
+    def _scores(self) -> ScoreArgs:
+        operand, bias, mask = self._operand(), None, None
+        if self.bias_dtype is not None:
+            bias = Strided(Ptr(self.bias_dtype, self.bias_aligned), column=None if self.bias_aligned else "int64")
+        if self.mask:
+            mask = Strided(Ptr("uint8", self.mask_aligned), column=None if self.mask_aligned else "int64")
+        bound = "int32" if self.band else None
+        return ScoreArgs(
+            q=operand, k=operand, v=operand, bias=bias, mask=mask, softcap="float32" if self.softcap else None,
+            left=bound, right=bound,
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionForwardProblem(AttentionProblem):
+    @property
+    def args(self) -> ForwardArgs:
+        return ForwardArgs(scores=self._scores(), o=self._operand())
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionQueriesProblem(AttentionProblem):
+    """dq, and dbias if the bias is not broadcast."""
+
+    dbias: bool = False
+    dlse: bool = False
+
+    @property
+    def args(self) -> QueriesArgs:
+        dbias = Strided(Ptr(self.bias_dtype, aligned=True)) if self.dbias else None
+        return QueriesArgs(
+            scores=self._scores(), o=self._operand(), do=self._operand(), dlse=F32 if self.dlse else None,
+            dq=self._operand(), dbias=dbias,
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionKeysProblem(AttentionProblem):
+    """dk and dv."""
+
+    @property
+    def args(self) -> KeysArgs:
+        return KeysArgs(scores=self._scores(), do=self._operand(), dk=self._operand(), dv=self._operand())
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionBiasProblem(AttentionProblem):
+    """The gradient of a bias that is broadcast over batch, heads or both."""
+
+    @property
+    def args(self) -> BiasArgs:
+        return BiasArgs(scores=self._scores(), do=self._operand(), dbias=Strided(ALIGNED_F32))
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig:
+    """Each consumer warp group has BLOCK rows of queries (of keys, for dk and dv); tiles of the other side are loaded.
+
+    num_wgs: consumer warp groups
+    tile: rows of a loaded tile of the other side, of queries for dk and dv, else of keys
+    num_stages: loaded tiles in flight
+    """
+
+    num_wgs: int
+    tile: int
+    num_stages: int
+
+    @property
+    def threads(self) -> int:
+        return 128 * (1 + self.num_wgs)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a CTA's tile."""
+        return BLOCK * self.num_wgs
+
+
+# Per kernel: tiles kept by a warp group, and loaded per stage, of d columns in 16 bits
+_OWN = {"forward": 1, "queries": 2, "keys": 2, "bias": 0}
+_LOADED = {"forward": 2, "queries": 2, "keys": 2, "bias": 2}
+_KIND = {
+    AttentionForwardProblem: "forward",
+    AttentionQueriesProblem: "queries",
+    AttentionKeysProblem: "keys",
+    AttentionBiasProblem: "bias",
+}
+
+
+def attention_smem_bytes(problem: AttentionProblem, config: AttentionConfig) -> int:
+    kind, rows = _KIND[type(problem)], config.rows
+    total = _OWN[kind] * rows * problem.d * 2 + 1024  # barriers and alignment
+    stage = _LOADED[kind] * config.tile * problem.d * 2
+    scores = config.tile * rows
+    if problem.bias_by_tma:
+        stage += scores * (4 if problem.bias_dtype == "float32" else 2)
+    if problem.mask_by_tma:
+        stage += scores
+    if kind == "queries":  # shift and delta of its rows, and dbias before it is stored
+        total += 8 * rows
+        total += 2 * scores if getattr(problem, "dbias", False) and problem.bias_dtype != "float32" else 0
+    if kind == "keys":  # shift and delta of the loaded rows
+        stage += 8 * config.tile
+    if kind == "bias":  # both sides are loaded
+        stage += 2 * rows * problem.d * 2 + 8 * rows
+    return total + config.num_stages * stage
+
+
+def _registers(problem: AttentionProblem, config: AttentionConfig) -> int:
+    """About what a thread of the consumers needs: the accumulators and operands that are live at once, and some more.
+
+    Configs up to the limit compile without spills (`tests/test_attention_config.py`).
+    """
+    kind, tile, d = _KIND[type(problem)], config.tile, problem.d
+    unaligned = not (problem.bias_aligned and problem.mask_aligned)  # its values are loaded many at a time
+    is_complex = problem.softcap or (problem.mask and problem.band) or unaligned
+    live = {
+        "forward": tile // 2 + tile // 4 + d // 2 + 40 + tile * unaligned,
+        "queries": tile + tile // 4 + d // 2 + 40 + tile // 4 * unaligned,
+        "keys": tile + tile // 2 + d + 16 + 8 * (problem.mask or not problem.bias_aligned),
+        "bias": tile + tile // 2 + 40 + 16 * is_complex,
+    }[kind]
+    return live + (tile // 2 if problem.softcap and kind in ("queries", "keys") else 0)
+
+
+def attention_why_illegal(problem: AttentionProblem, config: AttentionConfig, gpu: Gpu) -> str | None:
+    tiles = TILES[_KIND[type(problem)]]
+    if config.num_wgs not in REGISTERS:
+        return f"num_wgs is {config.num_wgs}; expected 2 or 3"
+    if config.tile not in tiles:
+        return f"tile is {config.tile}; expected one of {', '.join(map(str, tiles))}"
+    if config.num_stages < 1:
+        return f"num_stages is {config.num_stages}; expected at least 1"
+    needed, registers = _registers(problem, config), REGISTERS[config.num_wgs][1]
+    if needed > registers:
+        return (
+            f"tile is {config.tile} and num_wgs {config.num_wgs}: they need about {needed} registers per thread, of "
+            f"{registers}; expected a smaller tile or fewer warp groups"
+        )
+    smem = attention_smem_bytes(problem, config)
+    if smem > gpu.smem_bytes:
+        return (
+            f"num_stages is {config.num_stages}: {smem} bytes of shared memory, and {gpu.name} has {gpu.smem_bytes}; "
+            "expected fewer stages or a smaller tile"
+        )
+    return None
+
+
+TILES = {"forward": (128, 64), "queries": (128, 64), "keys": (64, 32), "bias": (128, 64)}
+
+
+# (tile, smallest number of stages), the best first. H200, bf16, B 4, H 16, L 2048, bias (B, H, L, L), median ms:
+_PREFERRED = {
+    # d 64: (2, 128, 3) 0.233, (2, 64, 4) 0.242, (2, 128, 2) 0.324; d 128: (2, 64, 3) 0.319, (2, 128, 2) 0.435
+    "forward": ((128, 3), (64, 2), (64, 1)),
+    # d 64: (2, 64, 4) 0.356, (3, 64, 3) 0.375, (2, 128, 2) 0.376; d 128: (2, 64, 3) 0.513, (2, 64, 2) 0.565
+    "queries": ((128, 3), (64, 2), (64, 1)),
+    # d 64: (2, 64, 4) 0.330, (2, 64, 3) 0.336, (2, 32, 6) 0.392; d 128: (2, 64, 3) 0.567, (2, 32, 4) 0.569
+    "keys": ((64, 2), (64, 1), (32, 2)),
+    # other configs were not measured
+    "bias": ((128, 2), (64, 2), (64, 1)),
+}
+
+
+def attention_config(problem: AttentionProblem, gpu: Gpu) -> AttentionConfig:
+    """Two consumer warp groups, and as many stages as fit, at most 4."""
+    most = 3 if problem.d == MAX_D else 4  # 4 stages fit some kernels at d 128, but were not measured there
+    for tile, least in _PREFERRED[_KIND[type(problem)]]:
+        for stages in range(most, least - 1, -1):
+            config = AttentionConfig(2, tile, stages)
+            if attention_why_illegal(problem, config, gpu) is None:
+                return config
+    raise UnsupportedError(f"scaled_dot_product_attention: no kernel for {problem} on {gpu.name}")
+
+
+def bias_parts(summed: int, tensors: int, num_q: int, num_k: int, sm_count: int) -> int:
+    """In how many parts the sum over `summed` heads for a broadcast bias is divided, to occupy the GPU.
+
+    tensors: the number of (Lq, Lk) matrices of the bias.
+    """
+    tiles = tensors * -(-num_q // (2 * BLOCK)) * -(-num_k // BLOCK)
+    return max(1, min(summed, 2 * sm_count // tiles))

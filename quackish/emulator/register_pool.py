@@ -1,0 +1,81 @@
+"""The registers of a CTA, which `setmaxnreg` moves between warp groups."""
+
+from typing import Any
+
+from quackish.emulator.errors import Fault
+
+GROUP = 128  # threads of a warp group
+MOST = 256  # registers per thread
+
+
+def registers_at_launch(directives: dict[str, tuple[int, ...]], num_threads: int, gpu: Any) -> int | None:
+    """Registers that each thread of a kernel with setmaxnreg has at launch: as many as its directives permit.
+
+    None if they state no limit: then setmaxnreg "may have no effect" (PTX), and ptxas ignores it.
+    """
+    if "maxnreg" in directives:
+        return min(directives["maxnreg"][0] // 8 * 8, MOST)
+    if "minnctapersm" in directives:
+        return min(gpu.registers_per_sm // (num_threads * directives["minnctapersm"][0]) // 8 * 8, MOST)
+    return None
+
+
+class RegisterPool:
+    """What the warp groups of a CTA have given back, and others have not taken.
+
+    "A pool of available registers is maintained per-CTA." (PTX, setmaxnreg). It is empty at launch.
+    """
+
+    def __init__(self, cta: Any, at_launch: int | None):
+        self.cta, self.at_launch = cta, at_launch
+        self.free = 0
+        self.owned: dict[int, int] = {}  # warp group -> registers per thread, once they have changed
+        self.waiting: list[tuple[int, int, Any]] = []  # (warp group, registers per thread, its threads)
+
+    def decrease(self, lanes: Any, count: int) -> None:
+        _check(count)
+        if self.at_launch is None:
+            return
+        for group in lanes.warp_groups():
+            self._set(group, min(count, self._owned(group)))
+        for group, wanted, parked in list(self.waiting):
+            if self._needs(group, wanted) <= self.free:
+                self._set(group, wanted)
+                self.waiting.remove((group, wanted, parked))
+                parked.release()
+
+    def increase(self, lanes: Any, count: int, following: int) -> None:
+        """The threads go on at block `following` once the pool has enough for their warp group."""
+        _check(count)
+        for group in lanes.warp_groups():
+            mask = lanes.mask & (1 << GROUP) - 1 << GROUP * group
+            if self.at_launch is None or self._needs(group, count) <= self.free:
+                if self.at_launch is not None:
+                    self._set(group, max(count, self._owned(group)))
+                self.cta.add(following, mask)
+            else:
+                parked = self.cta.park(mask, following, lambda group=group: self._reason(group, count))
+                self.waiting.append((group, count, parked))
+
+    def _owned(self, group: int) -> int:
+        assert self.at_launch is not None
+        return self.owned.get(group, self.at_launch)
+
+    def _needs(self, group: int, count: int) -> int:
+        return GROUP * (count - self._owned(group))
+
+    def _set(self, group: int, count: int) -> None:
+        self.free -= self._needs(group, count)
+        self.owned[group] = count
+        self.cta.grid.num_events += 1
+
+    def _reason(self, group: int, count: int) -> str:
+        return (
+            f"waits for registers: {count} instead of {self._owned(group)} per thread take {self._needs(group, count)} "
+            f"from the CTA's pool, which has {self.free}; at launch a thread has {self.at_launch}"
+        )
+
+
+def _check(count: int) -> None:
+    if not 24 <= count <= MOST or count % 8:  # PTX, setmaxnreg
+        raise Fault(f"setmaxnreg of {count} registers; valid are multiples of 8 from 24 to {MOST}")

@@ -1,0 +1,196 @@
+"""Attention forward on Hopper: o = softmax(x) v and lse, for x of `common/attention.py`.
+
+A CTA has `num_wgs` blocks of 64 queries, one per consumer warp group. A producer warp loads tiles of k, v, bias and
+mask. The softmax is online, in fp32: q k^T of the next tile and p v of the previous one are in flight together.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, Int64, const_expr, pipeline
+
+from quackish.configs.attention import BLOCK, ForwardArgs, ScoreArgs
+from quackish.kernels.common.attention import AttentionSm90, Block, ScoreTiles, pair_rows
+from quackish.kernels.common.dependent_launch import after_previous
+from quackish.kernels.common.math import LN_2
+
+
+class AttentionForwardSm90(AttentionSm90):
+    rows_are_queries = True
+
+    @cute.jit
+    def __call__(self, args: ForwardArgs, stream: CUstream):
+        s = args.scores
+        heads_k = s.heads // s.group
+        q_atom = self.load_atom(self.own, self.tensor(s.q, s.num_q, s.d, s.heads, s.batch))
+        k_atom = self.load_atom(self.other, self.tensor(s.k, s.num_k, s.d, heads_k, s.batch))
+        v_atom = self.load_atom(self.other, self.tensor(s.v, s.num_k, s.d, heads_k, s.batch))
+        o_atom = self.store_atom(self.own, self.tensor(args.o, s.num_q, s.d, s.heads, s.batch))
+        layouts = [self.own.layout(self.config.num_wgs), self.other.layout(self.config.num_stages)]
+        items = cute.ceil_div(s.num_q, self.tile_q) * s.heads * s.batch
+        atoms = [q_atom, k_atom, v_atom, o_atom]
+        self.kernel(atoms, self.score_atoms(s), args, layouts, self.score_layouts()).launch(
+            **self.launch_options(items, s, stream)
+        )
+
+    @cute.kernel
+    def kernel(self, atoms: list, score_atoms: list, args: ForwardArgs, layouts: list, score_layouts: list):
+        c, s = self.config, args.scores
+        tid, _, _ = cute.arch.thread_idx()
+        wg = cute.arch.make_warp_uniform(tid // 128)
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+
+        # shared memory and barriers
+        smem = cutlass.memory.SmemAllocator()
+        sQ = self.own.allocate(smem, layouts[0])
+        sK, sV = self.other.allocate(smem, layouts[1]), self.other.allocate(smem, layouts[1])
+        tiles = self.allocate_scores(smem, score_layouts)
+        queries = self.pipeline(1, c.num_wgs * self.own.bytes)
+        loaded = self.pipeline(c.num_stages, 2 * self.other.bytes + self.score_bytes)
+        pipeline.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
+        after_previous()
+
+        pipeline.pipeline_init_wait(cluster_shape_mn=(1, 1))
+
+        if wg == 0:
+            cute.arch.setmaxregister_decrease(self.registers[0])
+            if warp == 0:
+                self.produce(atoms, score_atoms, sK, sV, tiles, loaded, s)
+            elif warp == 1:
+                self.produce_queries(atoms[0], sQ, queries, s)
+        else:
+            cute.arch.setmaxregister_increase(self.registers[1])
+            self.consume(atoms[3], sQ, sK, sV, tiles, queries, loaded, args, wg - 1, tid % 128)
+
+    @cute.jit
+    def produce_queries(self, atom, sQ, queries, s: ScoreArgs):
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
+        begin, end, step = self.query_items(s)
+        for i in cutlass.range(begin, end, step, unroll=1):
+            item = self.query_item(i, s)
+            queries.producer_acquire(state)
+            part = self.part(atom, sQ, self.of_head(atom[1], item.head.query_head, item.head.batch), self.own)
+            for w in cutlass.range_constexpr(self.config.num_wgs):
+                barrier = queries.producer_get_barrier(state)
+                self.load(atom, part, item.tile * self.config.num_wgs + w, 0, w, barrier)
+            state.advance()
+        queries.producer_tail(state)
+
+    @cute.jit
+    def produce(self, atoms, score_atoms, sK, sV, tiles: ScoreTiles, loaded, s: ScoreArgs):
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.num_stages)
+        policies = self.score_policies(s)
+        begin, end, step = self.query_items(s)
+        for i in cutlass.range(begin, end, step, unroll=1):
+            item = self.query_item(i, s)
+            head = item.head
+            k_part = self.part(atoms[1], sK, self.of_head(atoms[1][1], head.key_head, head.batch), self.other)
+            v_part = self.part(atoms[2], sV, self.of_head(atoms[2][1], head.key_head, head.batch), self.other)
+            score_parts = self.score_parts(score_atoms, tiles, s, head)
+            for n in cutlass.range(item.first, item.last, unroll=1):
+                loaded.producer_acquire(state)
+                barrier = loaded.producer_get_barrier(state)
+                self.load(atoms[1], k_part, n, 0, state.index, barrier)
+                for a in cutlass.range_constexpr(len(score_parts)):
+                    self.load(score_atoms[a], score_parts[a], item.tile, n, state.index, barrier, policies[a])
+                self.load(atoms[2], v_part, n, 0, state.index, barrier)
+                state.advance()
+        loaded.producer_tail(state)
+
+    @cute.jit
+    def consume(
+        self, o_atom, sQ, sK, sV, tiles: ScoreTiles, queries, loaded, args: ForwardArgs, wg: Int32, thread: Int32
+    ):  # fmt: skip
+        c, s = self.config, args.scores
+        qk_mmas = [self.mma_from_shared(self.tile_k, add) for add in (False, True)]
+        pv_mma = self.mma_from_registers()
+        rQ = qk_mmas[0].make_fragment_A(qk_mmas[0].get_slice(0).partition_A(sQ))[None, None, None, wg]
+        rK = qk_mmas[0].make_fragment_B(qk_mmas[0].get_slice(0).partition_B(sK))
+        rV = pv_mma.make_fragment_B(pv_mma.get_slice(0).partition_B(self.transposed(sV, c.num_stages)))
+        x, o, p = self.accumulator(self.tile_k), self.accumulator(self.d), self.operand(self.tile_k)
+        top, total = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), Float32)  # per row
+        own = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
+        read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
+        previous = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
+        begin, end, step = self.query_items(s)
+        for i in cutlass.range(begin, end, step, unroll=1):
+            item = self.query_item(i, s)
+            block = Block(
+                item.head, item.tile * self.tile_q + wg * BLOCK, item.first * self.tile_k, BLOCK, self.tile_k, wg,
+                thread,
+            )  # fmt: skip
+            o.fill(0.0)
+            top.fill(-Float32.inf)
+            total.fill(0.0)
+
+            # the first tile
+            queries.consumer_wait(own)
+            loaded.consumer_wait(read)
+            self.multiply(x, qk_mmas, rQ, rK[None, None, None, read.index])
+            cute.nvgpu.warpgroup.wait_group(0)
+            self.scores(x, s, tiles, read.index, block, None, None)
+            self.exponentials(x, top, total)
+            self.round_to_operand(p, x)
+            read.advance()
+            for n in cutlass.range(item.first + 1, item.last, unroll=1):
+                loaded.consumer_wait(read)
+                self.multiply(x, qk_mmas, rQ, rK[None, None, None, read.index])
+                self.multiply(o, [pv_mma], p, rV[None, None, None, previous.index])
+                cute.nvgpu.warpgroup.wait_group(1)
+                self.scores(x, s, tiles, read.index, block._replace(k0=n * self.tile_k), None, None)
+                rescale = self.exponentials(x, top, total)
+                cute.nvgpu.warpgroup.wait_group(0)
+                loaded.consumer_release(previous)
+                previous.advance()
+                for v in cutlass.range_constexpr(cute.size(o)):
+                    o[v] = o[v] * rescale[v // 2 % 2]
+                self.round_to_operand(p, x)
+                read.advance()
+            self.multiply(o, [pv_mma], p, rV[None, None, None, previous.index])
+            cute.nvgpu.warpgroup.wait_group(0)
+            loaded.consumer_release(previous)
+            previous.advance()
+            self.finish(o_atom, sQ, o, top, total, args, block)
+            queries.consumer_release(own)  # the warp that issued the store of o waited until it was read
+            own.advance()
+
+    @cute.jit
+    def exponentials(self, x: cute.Tensor, top: cute.Tensor, total: cute.Tensor):
+        """x = exp2(x - top) with the rows' new maxima; returns the factors for what was summed before."""
+        rescale = cute.make_rmem_tensor((2,), Float32)
+        for r in cutlass.range_constexpr(2):
+            new = top[r]
+            for i in cutlass.range_constexpr(cute.size(x)):
+                if const_expr(i // 2 % 2 == r):
+                    new = cute.arch.fmax(new, x[i])
+            for offset in (1, 2):
+                new = cute.arch.fmax(new, cute.arch.shuffle_sync_bfly(new, offset=offset))
+            shift = Float32(0.0) if new == -Float32.inf else new
+            rescale[r] = cute.math.exp2(top[r] - shift, fastmath=True)
+            top[r] = new
+            added = Float32(0.0)
+            for i in cutlass.range_constexpr(cute.size(x)):
+                if const_expr(i // 2 % 2 == r):
+                    x[i] = cute.math.exp2(x[i] - shift, fastmath=True)
+                    added = added + x[i]
+            total[r] = total[r] * rescale[r] + added
+        return rescale
+
+    @cute.jit
+    def finish(self, o_atom, sQ, o: cute.Tensor, top, total, args: ForwardArgs, block: Block):
+        """Divides by the sums, and stores o and lse. The warp group's tile of q becomes that of o."""
+        s, head = args.scores, block.head
+        for r in cutlass.range_constexpr(2):
+            for offset in (1, 2):
+                total[r] = total[r] + cute.arch.shuffle_sync_bfly(total[r], offset=offset)
+            divided = Float32(1.0) / total[r]
+            for i in cutlass.range_constexpr(cute.size(o)):
+                if const_expr(i // 2 % 2 == r):
+                    o[i] = Float32(0.0) if total[r] == 0.0 else o[i] * divided
+            row = block.q0 + pair_rows(block.thread) + 8 * r
+            if block.thread % 4 == 0 and row < s.num_q:
+                lse = (top[r] + cute.math.log2(total[r])) * LN_2
+                at = (Int64(head.batch) * s.heads + head.query_head) * s.num_q + row
+                (args.lse + at).store(-Float32.inf if total[r] == 0.0 else lse)
+        self.store_rows(o, sQ[None, None, block.wg].iterator, block.thread)
+        self.write(o_atom, sQ, block.wg, block.q0 // BLOCK, head.query_head, head.batch, block.wg)

@@ -1,0 +1,474 @@
+"""What the kernels of attention share: tensors, tiles, loads, and scores with bias, mask, causality and window.
+
+A CTA has a tile of queries and walks over tiles of keys, or the reverse. The accumulator of q k^T has rows of queries
+(`rows_are_queries`) or of keys. Scores are in units of log2: x = log2(e) * (softcap(scale * q k^T) + bias), and -inf
+for keys that take no part.
+"""
+
+from typing import NamedTuple, Optional
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr, pipeline
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers as sm90
+
+from quackish.configs.attention import BLOCK, REGISTERS, AttentionConfig, ScoreArgs, Strided
+from quackish.kernels.common.arguments import DTYPES, fake_args
+from quackish.kernels.common.math import LOG2_E, tanh
+from quackish.kernels.common.memory import load_at
+from quackish.kernels.common.swizzled_tile import SwizzledTile
+
+# L2 cache policies as encoded by PTX's `createpolicy`
+EVICT_NORMAL, EVICT_FIRST = 0x10F0_0000_0000_0000, 0x12F0_0000_0000_0000
+
+
+class Head(NamedTuple):
+    """The batch and the head of a tile."""
+
+    batch: Int32
+    query_head: Int32
+    key_head: Int32
+
+
+class Block(NamedTuple):
+    """A warp group's part of a tile of scores, and a thread of the warp group."""
+
+    head: Head
+    q0: Int32  # first query and key of the part
+    k0: Int32
+    queries: int  # their numbers
+    keys: int
+    wg: Int32  # from 0
+    thread: Int32
+
+
+class Item(NamedTuple):
+    """A CTA's unit of work: its tile of a head, and the tiles [first, last) of the other side."""
+
+    head: Head
+    tile: Int32
+    first: Int32
+    last: Int32
+
+
+class ScoreTiles(NamedTuple):
+    """Tiles of bias and mask in shared memory, per stage; None if they are not loaded."""
+
+    bias: Optional[cute.Tensor]
+    mask: Optional[cute.Tensor]
+
+
+@cute.jit
+def pair_rows(thread: Int32) -> Int32:
+    """The first of the thread's two rows of an accumulator, which are 8 apart."""
+    return thread // 32 * 16 + thread % 32 // 4
+
+
+class AttentionSm90:
+    rows_are_queries: bool
+
+    def __init__(self, problem, config: AttentionConfig):
+        self.problem, self.config = problem, config
+        self.dtype, self.d = DTYPES[problem.dtype], problem.d
+        rows, other = config.rows, config.tile
+        self.tile_q, self.tile_k = (rows, other) if self.rows_are_queries else (other, rows)
+        self.own = SwizzledTile(self.dtype, BLOCK, self.d)  # a warp group's rows of q, k, v, do, and of results
+        self.other = SwizzledTile(self.dtype, config.tile, self.d)  # a loaded tile of them
+        self.bias = self.mask = None
+        if problem.bias_by_tma:
+            self.bias = SwizzledTile(DTYPES[problem.bias_dtype], self.tile_q, self.tile_k)
+        if problem.mask_by_tma:
+            self.mask = SwizzledTile(cutlass.Uint8, self.tile_q, self.tile_k)
+
+    def fake_args(self):
+        return fake_args(self.problem)
+
+    # Host: tensors and TMA atoms
+
+    def tensor(self, t: Strided, rows: Int32, columns: Int32, heads: Int32, batch: Int32):
+        """(rows, columns, heads, batch), with 1 head or 1 batch where t is broadcast."""
+        per_16_bytes = 128 // t.base.dtype.width
+        row, head, batch_stride = (cute.assume(stride, divby=per_16_bytes) for stride in (t.row, t.head, t.batch))
+        layout = cute.make_layout((rows, columns, heads, batch), stride=(row, 1, head, batch_stride))
+        return cute.make_tensor(t.base, layout)
+
+    def load_atom(self, tile: SwizzledTile, tensor: cute.Tensor):
+        """(TMA atom, coordinates)"""
+        box = cute.slice_(tile.layout(1), (None, None, 0))
+        op = cpasync.CopyBulkTensorTileG2SOp()
+        atom, coordinates = cpasync.make_tiled_tma_atom(op, tensor, box, (tile.rows, tile.columns))
+        return atom, coordinates
+
+    def store_atom(self, tile: SwizzledTile, tensor: cute.Tensor):
+        box = cute.slice_(tile.layout(1), (None, None, 0))
+        op = cpasync.CopyBulkTensorTileS2GOp()
+        atom, coordinates = cpasync.make_tiled_tma_atom(op, tensor, box, (tile.rows, tile.columns))
+        return atom, coordinates
+
+    @cute.jit
+    def score_atoms(self, args: ScoreArgs) -> list:
+        """Atoms of bias and mask, those that are loaded."""
+        atoms = []
+        for tile, t in ((self.bias, args.bias), (self.mask, args.mask)):
+            if const_expr(tile is not None):
+                heads = args.heads if t.head != 0 else Int32(1)
+                batch = args.batch if t.batch != 0 else Int32(1)
+                atoms.append(self.load_atom(tile, self.tensor(t, args.num_q, args.num_k, heads, batch)))
+        return atoms
+
+    def launch_options(self, items: Int32, args: ScoreArgs, stream):
+        ctas = cutlass.min(items, args.max_ctas)
+        return dict(
+            grid=[ctas, 1, 1], block=[self.config.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=True
+        )
+
+    # MMAs of one warp group
+
+    def mma_from_shared(self, n: int, accumulate: bool):
+        """(BLOCK, k) @ (n, k)^T, both in shared memory with contiguous k."""
+        mma = sm90.make_trivial_tiled_mma(
+            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), tiler_mn=(BLOCK, n)
+        )
+        mma.set(warpgroup.Field.ACCUMULATE, accumulate)
+        return mma
+
+    def mma_from_registers(self):
+        """(BLOCK, k) in registers @ (k, d) in shared memory with contiguous d, added to the accumulator."""
+        mma = sm90.make_trivial_tiled_mma(
+            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.MN, Float32, (1, 1, 1),
+            tiler_mn=(BLOCK, self.d), a_source=warpgroup.OperandSource.RMEM,
+        )  # fmt: skip
+        mma.set(warpgroup.Field.ACCUMULATE, True)
+        return mma
+
+    def transposed(self, tiles: cute.Tensor, count: int):
+        """(d, rows, count) of loaded tiles (rows, d, count)."""
+        layout = sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, (BLOCK, self.d, self.config.tile), self.dtype, count)
+        return cute.make_tensor(tiles.iterator, layout.outer)
+
+    def accumulator(self, n: int):
+        return cute.make_rmem_tensor(self.mma_from_shared(n, True).get_slice(0).partition_shape_C((BLOCK, n)), Float32)
+
+    def operand(self, k: int):
+        """Registers for a (BLOCK, k) operand. Value i is that of an accumulator of k columns."""
+        shape = self.mma_from_registers().get_slice(0).partition_shape_A((BLOCK, k))
+        return cute.make_rmem_tensor(shape, self.dtype)
+
+    @cute.jit
+    def round_to_operand(self, operand: cute.Tensor, acc: cute.Tensor):
+        """operand = acc. The compiler would move its own conversions past the fence of the WGMMA that reads them."""
+        words = cute.recast_tensor(operand, Int32)
+        for i in cutlass.range_constexpr(cute.size(words)):
+            words[i] = cute.arch.inline_ptx(
+                "cvt.rn.%sx2.f32 {$w0}, {$r0}, {$r1};" % ("bf16" if self.dtype is BFloat16 else "f16"),
+                write_only_types=[Int32], read_only_args=[acc[2 * i + 1], acc[2 * i]],
+            )  # fmt: skip
+
+    def multiply(self, acc, mmas, rA, rB):
+        """Issues acc = A @ B for fragments (.., k blocks); mmas: [overwrite, add] or [add]."""
+        warpgroup.fence()
+        for kb in range(cute.size(rA, mode=[2])):
+            cute.gemm(mmas[0] if kb == 0 else mmas[-1], acc, rA[None, None, kb], rB[None, None, kb], acc)
+        warpgroup.commit_group()
+
+    # Device: walk
+
+    @cute.jit
+    def tile_and_head(self, i: Int32, tiles: Int32, heads: Int32):
+        """The i-th (tile, head). With causality and windows all tiles with most work come first."""
+        if const_expr(self.problem.band):
+            return i // heads, i % heads
+        return i % tiles, i // tiles
+
+    @cute.jit
+    def key_tiles(self, args: ScoreArgs, q0: Int32, queries: cutlass.Constexpr[int], tile: cutlass.Constexpr[int]):
+        """[first, last) tile of keys with keys that take part in queries q0...; at least one."""
+        first, end = Int32(0), args.num_k
+        if const_expr(self.problem.band):
+            first = cutlass.max(q0 - args.left, 0)
+            end = cutlass.min(cutlass.min(q0 + queries, args.num_q) + args.right, args.num_k)
+        first = cutlass.min(first, args.num_k - 1) // tile
+        return first, cutlass.max(cute.ceil_div(cutlass.max(end, 0), tile), first + 1)
+
+    @cute.jit
+    def query_tiles(self, args: ScoreArgs, k0: Int32, keys: cutlass.Constexpr[int], tile: cutlass.Constexpr[int]):
+        """The same for tiles of queries."""
+        first, end = Int32(0), args.num_q
+        if const_expr(self.problem.band):
+            first = cutlass.max(k0 - args.right, 0)
+            end = cutlass.min(cutlass.min(k0 + keys, args.num_k) + args.left, args.num_q)
+        first = cutlass.min(first, args.num_q - 1) // tile
+        return first, cutlass.max(cute.ceil_div(cutlass.max(end, 0), tile), first + 1)
+
+    @cute.jit
+    def query_items(self, s: ScoreArgs):
+        """(first, last, step) of this CTA's items, where items are tiles of queries."""
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        return cta, cute.ceil_div(s.num_q, self.tile_q) * s.heads * s.batch, ctas
+
+    @cute.jit
+    def query_item(self, i: Int32, s: ScoreArgs) -> Item:
+        tiles = cute.ceil_div(s.num_q, self.tile_q)
+        tile, head = self.tile_and_head(i, tiles, s.heads * s.batch)
+        if const_expr(self.problem.band):
+            tile = tiles - 1 - tile  # with causality, the last tiles have most keys
+        head = Head(head // s.heads, head % s.heads, head % s.heads // s.group)
+        first, last = self.key_tiles(s, tile * self.tile_q, self.tile_q, self.tile_k)
+        return Item(head, tile, first, last)
+
+    # Device: loads
+
+    def part(self, atom, shared, tensor, tile: SwizzledTile):
+        """(shared memory per stage, tiles of `tensor` along rows and columns), for `load`."""
+        tiles = cute.local_tile(tensor, (tile.rows, tile.columns), (None, None))
+        return cpasync.tma_partition(
+            atom[0], 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
+        )
+
+    def load(self, atom, part, row, column, stage, barrier, cache_policy=None):
+        shared, tiles = part
+        cute.copy(
+            atom[0], tiles[None, row, column], shared[None, stage], tma_bar_ptr=barrier, cache_policy=cache_policy
+        )
+
+    @cute.jit
+    def of_head(self, coordinates: cute.Tensor, head: Int32, batch: Int32):
+        return coordinates[None, None, head, batch]
+
+    @cute.jit
+    def score_parts(self, atoms: list, tiles: ScoreTiles, args: ScoreArgs, head: Head) -> list:
+        parts = []
+        for tile, shared, t in ((self.bias, tiles.bias, args.bias), (self.mask, tiles.mask, args.mask)):
+            if const_expr(tile is not None):
+                h = head.query_head if t.head != 0 else Int32(0)
+                b = head.batch if t.batch != 0 else Int32(0)
+                atom = atoms[len(parts)]
+                parts.append(self.part(atom, shared, self.of_head(atom[1], h, b), tile))
+        return parts
+
+    @cute.jit
+    def score_policies(self, args: ScoreArgs) -> list:
+        """L2 cache policies for bias and mask: what is not broadcast is read once."""
+        policies = []
+        for tile, t in ((self.bias, args.bias), (self.mask, args.mask)):
+            if const_expr(tile is not None):
+                policies.append(Int64(EVICT_NORMAL) if t.head == 0 or t.batch == 0 else Int64(EVICT_FIRST))
+        return policies
+
+    # Statistics of rows: the shift of the scores, and delta. 0 for queries past the last one.
+
+    @cute.jit
+    def stats_atom(self, stats: cute.Pointer, row: Int64, args: ScoreArgs):
+        """Loads one of the two for the queries of a tile."""
+        row, heads = cute.assume(row, divby=4), args.batch * args.heads
+        layout = cute.make_layout((args.num_q, heads, 2), stride=(1, row, cute.assume(row * heads, divby=4)))
+        box, op = cute.make_layout((self.tile_q,)), cpasync.CopyBulkTensorTileG2SOp()
+        atom, coordinates = cpasync.make_tiled_tma_atom(op, cute.make_tensor(stats, layout), box, (self.tile_q,))
+        return atom, coordinates
+
+    def allocate_stats(self, smem):
+        """(queries, 2, stages)"""
+        return smem.allocate_tensor(Float32, cute.make_layout((self.tile_q, 2, self.config.num_stages)), 128)
+
+    @cute.jit
+    def load_stats(self, atom, shared: cute.Tensor, args: ScoreArgs, head: Head, tile: Int32, stage: Int32, barrier):
+        for i in cutlass.range_constexpr(2):
+            stats = atom[1][None, head.batch * args.heads + head.query_head, i]
+            tiles = cute.local_tile(stats, (self.tile_q,), (None,))
+            part = cpasync.tma_partition(
+                atom[0], 0, cute.make_layout(1), cute.group_modes(shared[None, i, None], 0, 1),
+                cute.group_modes(tiles, 0, 1),
+            )  # fmt: skip
+            cute.copy(atom[0], part[1][None, tile], part[0][None, stage], tma_bar_ptr=barrier)
+
+    @property
+    def score_bytes(self) -> int:
+        return sum(tile.bytes for tile in (self.bias, self.mask) if tile is not None)
+
+    def score_layouts(self) -> list:
+        return [tile.layout(self.config.num_stages) for tile in (self.bias, self.mask) if tile is not None]
+
+    def allocate_scores(self, smem, layouts: list) -> ScoreTiles:
+        shared, i = [], 0
+        for tile in (self.bias, self.mask):
+            shared.append(tile.allocate(smem, layouts[i]) if tile is not None else None)
+            i += tile is not None
+        return ScoreTiles(*shared)
+
+    def pipeline(self, num_stages: int, num_bytes: int):
+        return pipeline.PipelineTmaAsync.create(
+            num_stages=num_stages, tx_count=num_bytes, cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 4 * self.config.num_wgs), defer_sync=True,
+        )  # fmt: skip
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread of the producer, and of the consumers."""
+        return REGISTERS[self.config.num_wgs]
+
+    # Device: scores
+
+    @cute.jit
+    def position(self, block: Block, i: cutlass.Constexpr[int]):
+        """(query, key) of value i of an accumulator."""
+        row = pair_rows(block.thread) + i // 2 % 2 * 8
+        column = block.thread % 4 * 2 + (i // 4 * 8 + i % 2)
+        if const_expr(self.rows_are_queries):
+            return block.q0 + row, block.k0 + column
+        return block.q0 + column, block.k0 + row
+
+    @cute.jit
+    def scores(self, acc: cute.Tensor, args: ScoreArgs, tiles: ScoreTiles, stage: Int32, block: Block, shift, tanhs):
+        """acc = x - shift for acc = q k^T; tanhs: registers for the softcap's tanh.
+
+        shift and tanhs are tensors like acc, or None.
+        """
+        factor = args.scale * LOG2_E
+        if const_expr(self.problem.softcap):
+            inner, factor = args.scale / args.softcap, args.softcap * LOG2_E
+            for i in cutlass.range_constexpr(cute.size(acc)):
+                acc[i] = tanh(acc[i] * inner)
+                if const_expr(tanhs is not None):
+                    tanhs[i] = acc[i]
+        if const_expr(self.problem.bias_dtype is None):
+            for i in cutlass.range_constexpr(cute.size(acc)):
+                acc[i] = acc[i] * factor - (0.0 if const_expr(shift is None) else shift[i])
+        elif const_expr(self.bias is None):
+            self.add_global_bias(acc, factor, args, block, shift)
+        elif const_expr(self.bias.itemsize == 2):
+            self.add_bias(acc, factor, tiles.bias[None, None, stage].iterator, block, shift)
+        else:
+            self.add_fp32_bias(acc, factor, tiles.bias[None, None, stage].iterator, block, shift)
+        if const_expr(self.problem.mask):
+            self.mask_out(acc, args, tiles, stage, block)
+        if self.cuts(args, block):
+            for i in cutlass.range_constexpr(cute.size(acc)):
+                if not self.takes_part(args, *self.position(block, i)):
+                    acc[i] = -Float32.inf
+
+    @cute.jit
+    def cuts(self, args: ScoreArgs, block: Block) -> Boolean:
+        """Whether keys of the block take no part, other than by the mask."""
+        last_k = block.k0 + block.keys - 1
+        cut = last_k >= args.num_k
+        if const_expr(self.problem.band):
+            last_q = block.q0 + block.queries - 1
+            cut = cut | (block.k0 + args.left < last_q) | (last_k > block.q0 + args.right)
+        return cut
+
+    @cute.jit
+    def takes_part(self, args: ScoreArgs, q: Int32, k: Int32) -> Boolean:
+        part = k < args.num_k
+        if const_expr(self.problem.band):
+            part = part & (k + args.left >= q) & (k <= q + args.right)
+        return part
+
+    def fragment(self, tile: SwizzledTile, pointer, block: Block):
+        """A function from an even j to the address of columns 8 j to 8 j + 15 of the accumulator."""
+        if self.rows_are_queries:
+            base = tile.rows_base(pointer, block.wg * BLOCK, block.thread)
+            return lambda j: tile.rows_at(base, j)
+        base = tile.columns_base(pointer, block.wg * BLOCK, block.thread)
+        return lambda j: tile.columns_at(base, j)
+
+    @cute.jit
+    def add(self, acc: cute.Tensor, i: cutlass.Constexpr[int], factor: Float32, bias: Float32, shift):
+        added = bias * LOG2_E
+        if const_expr(shift is not None):
+            added = added - shift[i]
+        acc[i] = acc[i] * factor + added
+
+    @cute.jit
+    def add_bias(self, acc: cute.Tensor, factor: Float32, bias: cute.Pointer, block: Block, shift):
+        address = self.fragment(self.bias, bias, block)
+        for j in cutlass.range_constexpr(0, cute.size(acc) // 4, 2):
+            values = self.bias.load(address(j), not self.rows_are_queries).to(Float32)
+            for i in cutlass.range_constexpr(8):
+                self.add(acc, 4 * j + i, factor, values[i], shift)
+
+    @cute.jit
+    def add_fp32_bias(self, acc: cute.Tensor, factor: Float32, bias: cute.Pointer, block: Block, shift):
+        row, column = pair_rows(block.thread), block.thread % 4 * 2
+        for i in cutlass.range_constexpr(0, cute.size(acc), 2):
+            r, c = row + i // 2 % 2 * 8 + block.wg * BLOCK, column + i // 4 * 8
+            if const_expr(self.rows_are_queries):
+                values = self.bias.element(bias, r, c, 2)
+                for n in cutlass.range_constexpr(2):
+                    self.add(acc, i + n, factor, values[n], shift)
+            else:
+                for n in cutlass.range_constexpr(2):
+                    self.add(acc, i + n, factor, self.bias.element(bias, c + n, r, 1)[0], shift)
+
+    @cute.jit
+    def add_global_bias(self, acc: cute.Tensor, factor: Float32, args: ScoreArgs, block: Block, shift):
+        base = self.start(args.bias, block.head)
+        for i in cutlass.range_constexpr(cute.size(acc)):
+            q, k = self.position(block, i)
+            bias = Float32(0.0)
+            if (q < args.num_q) & (k < args.num_k):
+                bias = load_at(base, Int64(q) * args.bias.row + Int64(k) * args.bias.column).to(Float32)
+            self.add(acc, i, factor, bias, shift)
+
+    def per_row(self, values: cute.Tensor):
+        """(2,) values of the thread's two rows, as a tensor like an accumulator."""
+        return cute.make_tensor(values.iterator, cute.make_layout((2, 2, self.config.tile // 8), stride=(0, 1, 0)))
+
+    def per_column(self, values: cute.Pointer, thread: Int32):
+        """Values of an accumulator's columns, as a tensor like an accumulator."""
+        layout = cute.make_layout((2, 2, self.config.tile // 8), stride=(1, 0, 8))
+        return cute.make_tensor(values + thread % 4 * 2, layout)
+
+    @cute.jit
+    def start(self, t: Strided, head: Head) -> cute.Pointer:
+        return t.base + (Int64(head.batch) * t.batch + Int64(head.query_head) * t.head)
+
+    @cute.jit
+    def mask_out(self, acc: cute.Tensor, args: ScoreArgs, tiles: ScoreTiles, stage: Int32, block: Block):
+        if const_expr(self.mask is None):
+            base = self.start(args.mask, block.head)
+            for i in cutlass.range_constexpr(cute.size(acc)):
+                q, k = self.position(block, i)
+                keep = Int32(0)
+                if (q < args.num_q) & (k < args.num_k):
+                    keep = load_at(base, Int64(q) * args.mask.row + Int64(k) * args.mask.column).to(Int32)
+                if keep == 0:
+                    acc[i] = -Float32.inf
+        else:
+            mask = tiles.mask[None, None, stage].iterator
+            row, column = pair_rows(block.thread), block.thread % 4 * 2
+            for i in cutlass.range_constexpr(0, cute.size(acc), 2):
+                r, c = row + i // 2 % 2 * 8 + block.wg * BLOCK, column + i // 4 * 8
+                for n in cutlass.range_constexpr(2):
+                    if const_expr(self.rows_are_queries):
+                        keep = self.mask.element(mask, r, c, 2)[n]
+                    else:
+                        keep = self.mask.element(mask, c + n, r, 1)[0]
+                    if keep == 0:
+                        acc[i + n] = -Float32.inf
+
+    # Device: results
+
+    @cute.jit
+    def store_rows(self, acc: cute.Tensor, tile: cute.Pointer, thread: Int32):
+        """Rounds an accumulator of d columns into a warp group's tile in shared memory."""
+        base = self.own.rows_base(tile, Int32(0), thread)
+        for j in cutlass.range_constexpr(0, self.d // 8, 2):
+            values = cute.make_rmem_tensor((8,), self.dtype)
+            for i in cutlass.range_constexpr(8):
+                values[i] = acc[4 * j + i].to(self.dtype)
+            self.own.store(self.own.rows_at(base, j), values)
+
+    @cute.jit
+    def write(self, atom, shared: cute.Tensor, index: Int32, row_block: Int32, head: Int32, batch: Int32, wg: Int32):
+        """A warp group stores its tile number `index` to global memory, once its threads have written it."""
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=1 + wg, number_of_threads=128)
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
+            part = self.part(atom, shared, self.of_head(atom[1], head, batch), self.own)
+            cute.copy(atom[0], part[0][None, index], part[1][None, row_block, 0])
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -1,0 +1,162 @@
+"""Checks of the arguments of scaled_dot_product_attention: ValueError for shapes and values, TypeError for dtypes."""
+
+from typing import Any, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from quackish.errors import UnsupportedError
+from quackish.ops.modes import autocast_dtype
+from quackish.reference.attention import Inputs, Options
+from quackish.types import Backend
+
+WHO = "scaled_dot_product_attention"
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_BACKENDS = get_args(Backend)
+
+
+class Call(NamedTuple):
+    """A checked call."""
+
+    inputs: Inputs  # batch dimensions flattened to one
+    options: Options
+    shape: tuple[int, ...]  # of the output
+
+
+def check(
+    query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any,
+    attn_bias: Any, window: Any, softcap: Any, backend: Any
+) -> Call:  # fmt: skip
+    if backend not in _BACKENDS:
+        raise ValueError(f"{WHO}: backend is {backend!r}; expected one of {', '.join(map(repr, _BACKENDS))}")
+    _check_tensors(query=query, key=key, value=value, attn_mask=attn_mask, attn_bias=attn_bias)
+    if dropout_p != 0:
+        raise UnsupportedError(f"{WHO}: dropout_p is {dropout_p}; expected 0.0: dropout is not supported")
+    left, right = _check_window(window)
+    if is_causal:
+        right = 0 if right is None else min(right, 0)
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"{WHO}: softcap is {softcap}; expected a number above 0, or None")
+    if attn_mask is not None and attn_mask.dtype != torch.bool and attn_bias is not None:
+        raise ValueError(
+            f"{WHO}: attn_mask is {attn_mask.dtype} and attn_bias is given; expected a bool attn_mask beside "
+            "attn_bias, or their sum as attn_bias"
+        )
+    query, key, value, lead = _check_shapes(query, key, value, enable_gqa)
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    mask, bias, name = attn_mask, attn_bias, "attn_bias"
+    if mask is not None and mask.dtype != torch.bool:
+        mask, bias, name = None, attn_mask, "attn_mask"
+    scores = (*lead, query.shape[-2], key.shape[-2])
+    if mask is not None:
+        mask = _as_four("attn_mask", mask, scores)
+    if bias is not None:
+        if bias.dtype not in _DTYPES:
+            raise TypeError(f"{WHO}: {name} is {bias.dtype}; expected bool, bfloat16, float16, float32 or float64")
+        bias = _as_four(name, bias, scores)
+    dtype = _compute_dtype(query, key, value)
+    q, k, v = (_four(t if t.dtype is dtype else t.to(dtype)) for t in (query, key, value))
+    options = Options(float(scale), None if softcap is None else float(softcap), left, right)
+    return Call(Inputs(q, k, v, bias, mask), options, (*lead, query.shape[-2], value.shape[-1]))
+
+
+def _check_tensors(**tensors: Any) -> None:
+    query = tensors["query"]
+    for name, t in tensors.items():
+        needed = name in ("query", "key", "value")
+        if t is None and not needed:
+            continue
+        if not isinstance(t, Tensor):
+            expected = "a torch.Tensor" if needed else "a torch.Tensor or None"
+            raise TypeError(f"{WHO}: {name} is a {type(t).__name__}; expected {expected}")
+        if t.is_nested:
+            raise TypeError(f"{WHO}: {name} is a nested tensor; expected a plain one, such as a padded one with a mask")
+        if t.device != query.device:
+            raise ValueError(f"{WHO}: {name} is on {t.device} but query is on {query.device}; expected one device")
+        if needed and t.dtype not in _DTYPES:
+            raise TypeError(f"{WHO}: {name} is {t.dtype}; expected bfloat16, float16, float32 or float64")
+        if needed and t.dim() < 2:
+            raise ValueError(f"{WHO}: {name} is {_dims(t)}; expected (..., heads, length, head dimension)")
+
+
+def _check_window(window: Any) -> tuple[int | None, int | None]:
+    if window is None:
+        return None, None
+    if not isinstance(window, tuple | list) or len(window) != 2:
+        raise ValueError(f"{WHO}: window is {window!r}; expected (left, right), the keys before and after, or None")
+    for side in window:
+        if side is not None and (not isinstance(side, int) or isinstance(side, bool) or side < 0):
+            raise ValueError(f"{WHO}: window is {window!r}; expected integers from 0, or None for no limit")
+    return window[0], window[1]
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: Any) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
+    """(query, key, value, their leading dimensions, the last being query's heads), expanded to common batches."""
+
+    def all_three() -> str:  # called only for errors, because Dynamo cannot trace `str` of symbolic sizes
+        return f"query is {_dims(q)}, key is {_dims(k)} and value is {_dims(v)}"
+
+    if q.shape[-1] != k.shape[-1] or q.shape[-1] == 0:
+        raise ValueError(f"{WHO}: {all_three()}; expected query and key with one head dimension of at least 1")
+    if k.shape[-2] != v.shape[-2]:
+        raise ValueError(f"{WHO}: {all_three()}; expected key and value of one length")
+    if q.shape[:-2] == k.shape[:-2] == v.shape[:-2]:
+        return q, k, v, tuple(q.shape[:-2])
+    if enable_gqa:
+        if min(q.dim(), k.dim(), v.dim()) < 3 or k.shape[-3] != v.shape[-3] or not k.shape[-3]:
+            raise ValueError(f"{WHO}: {all_three()}; expected key and value with as many heads")
+        if q.shape[-3] % k.shape[-3]:
+            raise ValueError(f"{WHO}: {all_three()}; expected a multiple of key's heads in query (enable_gqa)")
+        lead = _broadcast_shapes(all_three, *(t.shape[:-3] for t in (q, k, v)))
+        q, k, v = (t.expand(*lead, *t.shape[-3:]) for t in (q, k, v))
+        return q, k, v, (*lead, q.shape[-3])
+    if q.dim() > 2 and k.dim() > 2 and q.shape[-3] != k.shape[-3] and 1 not in (q.shape[-3], k.shape[-3]):
+        raise ValueError(f"{WHO}: {all_three()}; expected as many heads, or enable_gqa=True")
+    lead = _broadcast_shapes(all_three, *(t.shape[:-2] for t in (q, k, v)))
+    q, k, v = (t.expand(*lead, *t.shape[-2:]) for t in (q, k, v))
+    return q, k, v, lead
+
+
+def _broadcast_shapes(all_three: Any, *shapes: Any) -> tuple[int, ...]:
+    try:
+        return tuple(torch.broadcast_shapes(*shapes))
+    except RuntimeError:
+        raise ValueError(f"{WHO}: {all_three()}; expected equal batch dimensions, or 1 in some") from None
+
+
+def _four(t: Tensor) -> Tensor:
+    """(batch, heads, length, columns); a view if the strides allow it."""
+    if t.dim() == 4:
+        return t
+    if t.dim() < 4:
+        return t[(None,) * (4 - t.dim())]
+    return t.reshape(-1, *t.shape[-3:])
+
+
+def _as_four(name: str, t: Tensor, scores: tuple[int, ...]) -> Tensor:
+    """A mask or bias as (B or 1, H or 1, Lq or 1, Lk or 1)."""
+    extra = t.dim() - len(scores)
+    sizes = (1,) * -extra + tuple(t.shape)
+    if extra > 0 or any(size not in (1, full) for size, full in zip(sizes, scores, strict=False)):
+        raise ValueError(f"{WHO}: {name} is {_dims(t)}; expected {tuple(scores)}, or 1 in some dimensions")
+    t = t[(None,) * -extra] if extra else t
+    if t.dim() > 4 and any(size != full for size, full in zip(t.shape[:-3], scores[:-3], strict=True)):
+        if any(size != 1 for size in t.shape[:-3]):
+            t = t.expand(*scores[:-3], *t.shape[-3:])
+    return _four(t)
+
+
+def _compute_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
+    """The common dtype, or autocast's. Autocast does not round fp64."""
+    autocast = autocast_dtype(q.device.type)
+    if autocast is not None and torch.float64 not in (q.dtype, k.dtype, v.dtype):
+        return autocast
+    for name, t in (("key", k), ("value", v)):
+        if t.dtype != q.dtype:
+            raise TypeError(f"{WHO}: {name} is {t.dtype}; expected {q.dtype}, as query is")
+    return q.dtype
+
+
+def _dims(t: Tensor) -> str:
+    return str(tuple(t.shape))

@@ -1,0 +1,233 @@
+"""The steps of `reference/attention.py` with kernels: bf16 and fp16 on Hopper, with a bias or a mask.
+
+Kernels read tensors in place if columns are contiguous and all rows start on 16 bytes; other q, k and v are copied. A
+bias or mask of any strides is read in place, but slower.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quackish.configs import choose
+from quackish.configs.attention import (
+    MAX_D,
+    AttentionBiasProblem,
+    AttentionForwardProblem,
+    AttentionKeysProblem,
+    AttentionProblem,
+    AttentionQueriesProblem,
+    BiasArgs,
+    ForwardArgs,
+    KeysArgs,
+    QueriesArgs,
+    ScoreArgs,
+    Strided,
+    bias_parts,
+)
+from quackish.ops.cuda import address, dtype_name, name_of
+from quackish.ops.device import Device
+from quackish.reference.attention import Inputs, Options, strides_like
+
+_UNBOUNDED = 1 << 30
+_KERNELS = {
+    AttentionForwardProblem: "attention_fwd",
+    AttentionQueriesProblem: "attention_bwd_queries",
+    AttentionKeysProblem: "attention_bwd_keys",
+    AttentionBiasProblem: "attention_bwd_bias",
+}
+
+
+def why_unsupported(inputs: Inputs, need_dbias: bool = False) -> str:
+    """Why kernels do not cover these tensors; "" if they do."""
+    q, k, v, bias, _ = inputs
+    d = q.shape[3]
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"{q.dtype}; supported: torch.bfloat16, torch.float16"
+    if d != v.shape[3]:
+        return f"head dimensions {d} of query and {v.shape[3]} of value; expected equal ones"
+    if d > MAX_D or d % 8:
+        return f"a head dimension of {d}; expected a multiple of 8 up to {MAX_D}"
+    if bias is not None and bias.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"a bias of {bias.dtype}; supported: torch.bfloat16, torch.float16, torch.float32"
+    if q.shape[2] <= 1:
+        return "a single query"
+    if max(q.shape[2], k.shape[2]) >= _UNBOUNDED:
+        return f"{max(q.shape[2], k.shape[2])} queries or keys; expected fewer than 2**30"
+    if need_dbias and bias.shape[2:] != (q.shape[2], k.shape[2]):
+        return "the gradient of a bias that is the same for all queries or keys"
+    return ""
+
+
+class AttentionSteps:
+    """The steps on one device, with the names and arguments of the functions in `reference/attention.py`."""
+
+    def __init__(self, device: Device):
+        self.device, self.stream, self.empty = device, device.stream, device.empty
+        self._kernel = functools.lru_cache(maxsize=1024)(self._find_kernel)
+
+    def forward(self, inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
+        inputs = _readable(inputs)
+        q = inputs.q
+        out, lse = self._like(q), self._contiguous(q.shape[:3], torch.float32)
+        problem = AttentionForwardProblem(**_problem(inputs, options))
+        args = ForwardArgs(_scores(inputs, options, problem, self.device.gpu.sm_count), _strided(out), lse.data_ptr())
+        self._launch(problem, args)
+        return out, lse
+
+    def backward(
+        self, do: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, inputs: Inputs, options: Options,
+        need_dbias: bool = True,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+        q, k, v, bias, _ = inputs = _readable(inputs)
+        do, out, lse = _aligned(do), _aligned(out), lse.contiguous()
+        dlse = None if dlse is None else dlse.float().contiguous()
+        batch, heads, num_q, _ = q.shape
+        need_dbias = need_dbias and bias is not None
+        in_place = need_dbias and bias.shape[:2] == q.shape[:2]
+        dbias = self._dbias(bias, options) if in_place else None
+        stats_row = (num_q + 3) // 4 * 4
+        stats = self._contiguous((2, batch, heads, stats_row), torch.float32)
+        dq, dk, dv = self._like(q), self._like(k), self._like(v)
+        fields = _problem(inputs, options)
+
+        problem: AttentionProblem = AttentionQueriesProblem(**fields, dbias=in_place, dlse=dlse is not None)
+        scores, grad = _scores(inputs, options, problem, self.device.gpu.sm_count), _strided(do)
+        of_stats = dict(stats=stats.data_ptr(), stats_row=stats_row)
+        self._launch(
+            problem,
+            QueriesArgs(
+                scores, _strided(out), grad, lse.data_ptr(), address(dlse), **of_stats, dq=_strided(dq),
+                dbias=None if dbias is None else _strided(dbias),
+            ),
+        )  # fmt: skip
+        keys = KeysArgs(scores, grad, **of_stats, dk=_strided(dk), dv=_strided(dv))
+        self._launch(AttentionKeysProblem(**fields), keys)
+        if need_dbias and not in_place:
+            dbias = self._broadcast_dbias(bias, scores, grad, of_stats, fields)
+        return dq, dk, dv, dbias
+
+    def _dbias(self, bias: Tensor, options: Options) -> Tensor:
+        """Memory for the gradient of a bias that is not broadcast: its rows start on 16 bytes."""
+        *sizes, columns = bias.shape
+        row = (columns + 7) // 8 * 8
+        strides = (sizes[1] * sizes[2] * row, sizes[2] * row, row, 1)
+        memory = self.empty((*sizes, row), strides, bias.dtype)[..., :columns]
+        # The kernel writes only tiles with keys that take part.
+        return memory if options.left is None and options.right is None else memory.zero_()
+
+    def _broadcast_dbias(
+        self, bias: Tensor, scores: ScoreArgs, grad: Strided, of_stats: dict[str, int], fields: dict[str, Any]
+    ) -> Tensor:
+        """The gradient of a bias that is broadcast over batch or heads."""
+        batch, heads = bias.shape[:2]
+        shape = (batch, heads, scores.num_q, scores.num_k)
+        gpu = self.device.gpu
+        parts = bias_parts(scores.batch // batch * (scores.heads // heads), batch * heads, *shape[2:], gpu.sm_count)
+        row = (scores.num_k + 3) // 4 * 4
+        head_stride = scores.num_q * row
+        strides = (batch * heads * head_stride, heads * head_stride, head_stride, row, 1)
+        sums = self.empty((parts, *shape[:3], row), strides, torch.float32)
+        if fields["band"]:
+            sums.zero_()
+        of_part = Strided(sums.data_ptr(), strides[1], strides[2], row)
+        args = BiasArgs(scores, grad, **of_stats, dbias=of_part, part=strides[0], parts=parts, batches=batch,
+                        bias_heads=heads)  # fmt: skip
+        self._launch(AttentionBiasProblem(**fields), args)
+        total = sums[0] if parts == 1 else sums.sum(0)
+        return total[..., : shape[3]].to(bias.dtype)
+
+    # Memory and launches
+
+    def _contiguous(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        return self.empty(tuple(shape), tuple(strides), dtype)
+
+    def _like(self, t: Tensor) -> Tensor:
+        return self.empty(tuple(t.shape), strides_like(t, t.shape[3]), t.dtype)
+
+    def _launch(self, problem: AttentionProblem, args: tuple) -> None:
+        self._kernel(choose.epoch, problem)(args, self.stream())
+
+    def _find_kernel(self, epoch: int, problem: AttentionProblem) -> Callable[..., None]:
+        return self.device.kernel_for(_KERNELS[type(problem)], problem, self.device.gpu).launch
+
+
+def steps_of(device: Device) -> AttentionSteps:
+    """The steps that the calls on a device share."""
+    steps = device.cache.get("attention")
+    if steps is None:
+        steps = device.cache["attention"] = AttentionSteps(device)
+    return steps
+
+
+# Operands -------------------------------------------------------------------------------------------------------------
+
+
+def _readable(inputs: Inputs) -> Inputs:
+    q, k, v, bias, mask = inputs
+    return Inputs(_aligned(q), _aligned(k), _aligned(v), bias, mask)
+
+
+def _aligned(t: Tensor) -> Tensor:
+    """t, or a copy if TMA cannot read it."""
+    strides = [stride for stride, size in zip(t.stride()[:3], t.shape, strict=False) if size > 1]
+    legal = t.stride(3) == 1 and all(stride > 0 and stride % 8 == 0 for stride in strides)
+    return t if legal and t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.contiguous_format)
+
+
+def _strided(t: Tensor) -> Strided:
+    """t of `_aligned`. The stride of a dimension of size 1 is not used, but must be legal."""
+    batch, head, row = (stride if size > 1 else 8 for stride, size in zip(t.stride()[:3], t.shape, strict=False))
+    return Strided(t.data_ptr(), batch, head, row)
+
+
+def _is_aligned(t: Tensor | None, num_q: int, num_k: int) -> bool:
+    """True if TMA can load tiles of a bias or mask."""
+    if t is None:
+        return True
+    batch, head, row, column = t.stride()
+    strides = [s * t.itemsize for s, size in ((batch, t.shape[0]), (head, t.shape[1]), (row, num_q)) if size > 1]
+    return (
+        t.shape[2:] == (num_q, num_k) and column == 1 and row > 0 and min(strides, default=0) >= 0
+        and t.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in strides)
+    )  # fmt: skip
+
+
+def _broadcast(t: Tensor | None, aligned: bool) -> Strided | None:
+    """A bias or a mask."""
+    if t is None:
+        return None
+    batch, head, row, column = (0 if size == 1 else stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return Strided(t.data_ptr(), batch, head, row, None if aligned else column)
+
+
+def _problem(inputs: Inputs, options: Options) -> dict[str, Any]:
+    q, k, _, bias, mask = inputs
+    num_q, num_k = q.shape[2], k.shape[2]
+    return dict(
+        dtype=name_of(q.dtype), d=(q.shape[3] + 31) // 32 * 32, bias_dtype=dtype_name(bias),
+        bias_aligned=_is_aligned(bias, num_q, num_k), mask=mask is not None,
+        mask_aligned=_is_aligned(mask, num_q, num_k), softcap=options.softcap is not None,
+        band=options.left is not None or options.right is not None,
+    )  # fmt: skip
+
+
+def _scores(inputs: Inputs, options: Options, problem: AttentionProblem, max_ctas: int) -> ScoreArgs:
+    q, k, v, bias, mask = inputs
+    bounds: dict[str, int] = {}
+    if problem.band:
+        bounds = dict(
+            left=_UNBOUNDED if options.left is None else min(options.left, _UNBOUNDED),
+            right=_UNBOUNDED if options.right is None else min(options.right, _UNBOUNDED),
+        )
+    batch, heads, num_q, d = q.shape
+    return ScoreArgs(
+        q=_strided(q), k=_strided(k), v=_strided(v), bias=_broadcast(bias, problem.bias_aligned),
+        mask=_broadcast(mask, problem.mask_aligned), scale=options.scale, softcap=options.softcap, **bounds,
+        batch=batch, heads=heads, group=heads // k.shape[1], num_q=num_q, num_k=k.shape[2], d=d,
+        max_ctas=max_ctas,
+    )  # fmt: skip

@@ -1,0 +1,91 @@
+"""Attention's kernels: their configs, and compiled without spilled registers."""
+
+import itertools
+
+import pytest
+
+from quackish.configs.attention import (
+    AttentionBiasProblem,
+    AttentionConfig,
+    AttentionForwardProblem,
+    AttentionKeysProblem,
+    AttentionQueriesProblem,
+    attention_config,
+    attention_why_illegal,
+    bias_parts,
+)
+from quackish.gpu import H200
+from tests.variants import check_compiles, one_per_kernel
+
+BF16, FP16, FP32 = "bfloat16", "float16", "float32"
+FIELDS = [  # one of each kernel is compiled in every run of the tests
+    dict(dtype=BF16, d=64, bias_dtype=BF16),
+    dict(dtype=BF16, d=128, bias_dtype=BF16, softcap=True, band=True),
+    dict(dtype=BF16, d=128, bias_dtype=FP32, mask=True),
+    dict(dtype=FP16, d=96, bias_dtype=FP32, bias_aligned=False, mask=True, mask_aligned=False, band=True),
+    dict(dtype=BF16, d=64, mask=True, band=True),
+    dict(dtype=FP16, d=32, bias_dtype=FP16, mask=True, band=True, softcap=True),
+]
+
+
+def problems():
+    for fields in FIELDS:
+        has_bias = fields.get("bias_dtype") is not None
+        yield "attention_fwd", AttentionForwardProblem(**fields)
+        yield "attention_bwd_queries", AttentionQueriesProblem(**fields, dbias=has_bias, dlse=has_bias)
+        yield "attention_bwd_keys", AttentionKeysProblem(**fields)
+        if has_bias:
+            yield "attention_bwd_bias", AttentionBiasProblem(**fields)
+
+
+@pytest.mark.parametrize("name, problem, gpu", one_per_kernel((*case, H200) for case in problems()))
+def test_compiles_without_spills(name, problem, gpu):
+    check_compiles(name, problem, attention_config(problem, gpu), gpu)
+
+
+def test_measured_configs():
+    """The fastest of those that an H200 ran: benchmarks/results/H200/attention.md."""
+    for d, forward, queries, keys in ((64, (128, 3), (64, 4), (64, 4)), (128, (64, 3), (64, 3), (64, 3))):
+        fields = dict(dtype=BF16, d=d, bias_dtype=BF16)
+        of = {
+            AttentionForwardProblem(**fields): forward,
+            AttentionQueriesProblem(**fields, dbias=True): queries,
+            AttentionKeysProblem(**fields): keys,
+        }
+        for problem, expected in of.items():
+            assert attention_config(problem, H200) == AttentionConfig(2, *expected)
+
+
+def test_every_problem_has_a_legal_config():
+    flags = (True, False)
+    for d, bias, aligned, mask, mask_aligned, band, softcap in itertools.product(
+        (32, 64, 96, 128), (BF16, FP32, None), flags, flags, flags, flags, flags
+    ):
+        fields = dict(dtype=BF16, d=d, bias_dtype=bias, bias_aligned=aligned, mask=mask, mask_aligned=mask_aligned,
+                      band=band, softcap=softcap)  # fmt: skip
+        found = [AttentionForwardProblem(**fields), AttentionKeysProblem(**fields)]
+        found.append(AttentionQueriesProblem(**fields, dbias=bias is not None, dlse=True))
+        found += [AttentionBiasProblem(**fields)] * (bias is not None)
+        for problem in found:
+            assert attention_why_illegal(problem, attention_config(problem, H200), H200) is None
+
+
+@pytest.mark.parametrize(
+    "config, why",
+    [
+        ((1, 128, 2), "num_wgs is 1; expected 2 or 3"),
+        ((2, 32, 2), "tile is 32; expected one of 128, 64"),
+        ((2, 64, 0), "num_stages is 0; expected at least 1"),
+        ((3, 128, 2), "about 200 registers per thread, of 160; expected a smaller tile or fewer warp groups"),
+        ((2, 128, 4), "expected fewer stages or a smaller tile"),
+    ],
+)
+def test_illegal_configs(config, why):
+    problem = AttentionForwardProblem(BF16, 128, BF16)
+    assert why in attention_why_illegal(problem, AttentionConfig(*config), H200)
+
+
+def test_parts_of_a_broadcast_sum():
+    assert bias_parts(64, 1, 2048, 2048, 132) == 1  # 512 tiles occupy the GPU
+    assert bias_parts(64, 1, 256, 256, 132) == 33  # 8 tiles
+    assert bias_parts(3, 1, 64, 64, 132) == 3  # at most one part per head
