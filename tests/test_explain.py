@@ -449,3 +449,19 @@ def test_launches_and_memory_of_grouped_mlp():
     without_grad = dry(f"grouped_mlp {r}x{h}x{i}x{experts} --no-grad")
     assert without_grad.peak_bytes == pytest.approx(y + 2 * r * i, rel=0.01)
     assert "by the rule in quackish/configs/grouped_gemm.py" in output(f"grouped_mlp {r}x{h}x{i}x{experts}")
+
+
+# Attention -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words, names", [("", ()), ("--shared-bias --mask", ("attention_bwd_bias",)), ("--no-grad", None)]
+)
+def test_launches_of_attention(words, names):
+    """Sizes are the call's, although each tensor's strides have names such as batch too."""
+    steps = dry(f"scaled_dot_product_attention 3x200x4x40 {words}").steps
+    backward = () if names is None else ("attention_bwd_queries", "attention_bwd_keys", *names)
+    assert [step.kernel for step in steps] == ["attention_fwd", *backward]
+    sizes = dict(batch=3, heads=4, group=1, num_q=200, num_k=200, d=40)
+    assert all({name: step.sizes[name] for name in sizes} == sizes for step in steps)
+    assert [step.problem.dbias for step in steps[1:2]] == [not names] * len(steps[1:2])
