@@ -372,7 +372,11 @@ def test_peft(head, wrapped_first):
 
     plain = wrapped(tiny())
     model = apply(wrapped(tiny())) if wrapped_first else wrapped(apply(tiny()))
-    if head == "lora":  # adds to the logits
+    if head == "lora" and wrapped_first:
+        (left,) = report(model).left
+        assert "lm_head is adapted by PEFT, expected a torch.nn.Linear: leave it out" in left.reason
+        torch.testing.assert_close(model(**batch()).logits, plain(**batch()).logits)
+    elif head == "lora":  # adds to the logits
         quackish.errors._warned.clear()
         with pytest.warns(quackish.errors.PortablePathWarning, match="leave it out of PEFT's target_modules"):
             output = model(**batch())
@@ -395,12 +399,34 @@ class RenamedRMSNorm(nn.Module):
     pass
 
 
+class Temperature(nn.Module):
+    """A head that scales the logits of the one it wraps, and passes all else on."""
+
+    def __init__(self, head):
+        super().__init__()
+        self.head = head
+
+    def __getattr__(self, name):
+        return super().__getattr__(name) if name == "head" else getattr(self.head, name)
+
+    def forward(self, *args, **kwargs):
+        return self.head(*args, **kwargs) / 2
+
+
 def forward_of_liger(self, input_ids):
     pass
 
 
 REFUSED = {
     "head": (lambda m: setattr(m, "lm_head", nn.Identity()), "lm_head is a Identity, expected a torch.nn.Linear"),
+    "wrapped head": (
+        lambda m: setattr(m, "lm_head", Temperature(m.lm_head)),
+        "lm_head is a Temperature, expected a torch.nn.Linear",
+    ),
+    "sequence": (
+        lambda m: setattr(m, "lm_head", nn.Sequential(nn.Dropout(), m.lm_head)),
+        "lm_head is a Sequential, expected a torch.nn.Linear",
+    ),
     "loss": (lambda m: setattr(m, "loss_function", sum), "loss_function is .*sum"),
     "forward": (
         lambda m: setattr(m, "forward", types.MethodType(forward_of_liger, m)),

@@ -152,6 +152,8 @@ def why_unsupported(model: nn.Module) -> str:
         return f"its loss_function is {model.loss_function}, expected ForCausalLMLoss"
     head = getattr(model, head_name)
     linears = linears_of(head)
+    if is_adapted(head):
+        return f"{head_name} is adapted by PEFT, expected a torch.nn.Linear: leave it out of PEFT's target_modules"
     if not linears:
         return f"{head_name} is a {type(head).__name__}, expected a torch.nn.Linear"
     for module in (head, *linears):
@@ -171,8 +173,9 @@ def why_unsupported(model: nn.Module) -> str:
 
 
 def linears_of(head: nn.Module) -> list[nn.Module]:
-    """The linear layers that compute the logits: several in PEFT's modules_to_save."""
-    return [module for module in head.modules() if unpatched_class(module) is nn.Linear]
+    """The linear layers that compute the logits: several in PEFT's modules_to_save, none in other wrappers."""
+    is_choice = "modules_to_save" in head._modules
+    return [m for m in (head.modules() if is_choice else (head,)) if unpatched_class(m) is nn.Linear]
 
 
 class _Backbone(nn.Module):

@@ -109,9 +109,8 @@ def _patch(entry: Entry, model: nn.Module, options: head_patches.HeadOptions) ->
         head_name = head_patches.head_name_of(module)
         head = getattr(module, head_name)
         module.__class__ = head_patches.model_class(type(module), head_name, options)
-        if not head_patches.is_adapted(head):
-            for linear in head_patches.linears_of(head):
-                linear.__class__ = head_patches.head_class(options)
+        for linear in head_patches.linears_of(head):
+            linear.__class__ = head_patches.head_class(options)
 
 
 def revert(model: Model) -> Model:
