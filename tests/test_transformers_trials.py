@@ -18,7 +18,16 @@ from transformers.models.idefics.modeling_idefics import IdeficsRMSNorm  # noqa:
 from transformers.models.llama.modeling_llama import LlamaRMSNorm  # noqa: E402
 from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm  # noqa: E402
 
-from quackish.integrations.transformers import apply, experts, head, norms, report, revert, scaled_experts  # noqa: E402
+from quackish.integrations.transformers import (  # noqa: E402
+    applied,
+    apply,
+    experts,
+    head,
+    norms,
+    report,
+    revert,
+    scaled_experts,
+)  # fmt: skip
 
 CACHES = norms._formulas, head._trials, experts._forms, scaled_experts._forms
 
@@ -344,6 +353,33 @@ def test_experts_below_a_replaced_forward_are_left():
     model = gpt_oss()
     mlp = model.model.layers[0].mlp
     mlp.forward = mlp.forward
+def test_gradients_of_gpt_oss_after_revert():
+    """They are put into the original order too, so that an optimizer's step after `applied` is right."""
+    model, plain = gpt_oss(), gpt_oss()
+    with applied(model, experts=True):
+        step(model)
+        kept = {name: p.grad for name, p in model.named_parameters()}
+    _, grads = step(plain)
+    for name, p in model.named_parameters():
+        assert p.grad is kept[name]
+        if p.grad is not None:
+            assert (p.grad - grads[name]).abs().max() <= 1e-5 * grads[name].abs().max() + 1e-8, name
+
+
+def test_experts_with_another_result_in_evaluation():
+    model = tiny("Qwen3Moe")
+
+    class Halved(type(model.model.layers[0].mlp.experts)):
+        def forward(self, hidden_states, top_k_index, top_k_weights):
+            out = super().forward(hidden_states, top_k_index, top_k_weights)
+            return out if self.training else out / 2
+
+    for layer in model.model.layers:
+        layer.mlp.experts.__class__ = Halved
+    with pytest.raises(NotImplementedError, match=r"experts: Halved .* differs from moe_mlp's"):
+        apply(model, experts=True, strict=True)
+
+
     with pytest.raises(NotImplementedError, match=r"the forward of its GptOssMLP was replaced on the instance"):
         apply(model, experts=True, strict=True)
 

@@ -91,8 +91,10 @@ def restore_weights(module: nn.Module) -> None:
 @torch.no_grad()
 def _replace_permuted(module: nn.Module, order: Callable[[Tensor], Tensor]) -> None:
     for name in getattr(type(module), "permuted", ()):
-        if (weight := getattr(module, name, None)) is not None:  # there may be no bias
-            weight.copy_(order(weight))
+        weight = getattr(module, name, None)
+        for t in (weight, None if weight is None else weight.grad):  # there may be no bias
+            if t is not None:
+                t.copy_(order(t))
 
 
 # Trials ---------------------------------------------------------------------------------------------------------------
