@@ -485,6 +485,12 @@ def test_wrong_models(name):
     assert [type(module) for module in model.modules()] == classes
 
 
+@pytest.mark.parametrize("function", [apply, report, revert])
+def test_what_is_no_module(function):
+    with pytest.raises(TypeError, match=rf"{function.__name__}: model is a str, expected a torch.nn.Module"):
+        function("meta-llama/Llama-3.2-1B")
+
+
 def test_unsupported_models(monkeypatch):
     with pytest.raises(ValueError, match="a DataParallel is no model of Transformers"):
         apply(nn.DataParallel(tiny()), strict=True)

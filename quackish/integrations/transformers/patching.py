@@ -12,7 +12,7 @@ from quackish.integrations.transformers import experts as experts_patches
 from quackish.integrations.transformers import head as head_patches
 from quackish.integrations.transformers import norms as norm_patches
 from quackish.integrations.transformers import scaled_experts
-from quackish.integrations.transformers.reports import Entry, Report, examine
+from quackish.integrations.transformers.reports import Entry, Report, check_is_module, examine
 from quackish.integrations.transformers.subclass import is_patched
 from quackish.types import Schedule
 
@@ -59,12 +59,14 @@ def apply(
         schedule, chunk_size, memory_limit: as in `quackish.linear_cross_entropy`.
 
     Raises:
+        TypeError: model is no torch.nn.Module.
         ValueError: the model is patched already or sharded by FSDP; nothing of it can be patched; with strict=True,
             an RMSNorm or the loss would be left. Nothing is patched.
         UnsupportedError: strict=True and experts would be left, or there are none. Nothing is patched.
     """
     options = head_patches.HeadOptions(schedule, chunk_size, memory_limit)
     head_patches.head_class(options)  # checks them
+    check_is_module("apply", model)
     _check_is_whole(model)
     kinds = [kind for kind, chosen in dict(norm=norms, loss=head, experts=experts).items() if chosen]
     entries = list(examine(model, kinds))
@@ -115,6 +117,7 @@ def _patch(entry: Entry, model: nn.Module, options: head_patches.HeadOptions) ->
 
 def revert(model: Model) -> Model:
     """Undoes `apply`; returns `model`. Does nothing to a model without patches."""
+    check_is_module("revert", model)
     _unpatch(_patched(model))
     return model
 

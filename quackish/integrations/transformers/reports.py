@@ -57,7 +57,13 @@ def report(model: nn.Module) -> Report:
 
     Works before `apply` too. Changes nothing. After FSDP shards the model, only patched modules are examined in full.
     """
+    check_is_module("report", model)
     return Report(examine(model))
+
+
+def check_is_module(function: str, model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{function}: model is a {type(model).__name__}, expected a torch.nn.Module")
 
 
 def is_experts(module: nn.Module) -> bool:
