@@ -532,6 +532,21 @@ def test_applied_reverts_only_what_it_patched():
     assert model(**batch()).logits is None
 
 
+def test_norms_called_by_keyword():
+    norm, x = tiny().model.norm, torch.randn(3, 32)
+    expected = norm(hidden_states=x)
+    apply(norm, head=False)
+    torch.testing.assert_close(norm(hidden_states=x), expected)
+
+
+def test_norms_that_zero_3_sharded():
+    """Outside of forward, parameters are empty, and have their shape as `ds_shape`."""
+    model = tiny()
+    for p in model.parameters():
+        p.ds_shape, p.data = p.shape, torch.empty(0)
+    assert len(report(apply(model, strict=True)).patched) == 6
+
+
 def test_parts():
     model = tiny()
     base = apply(model.model, head=False)

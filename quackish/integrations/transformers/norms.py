@@ -38,7 +38,8 @@ def norm_class(base: type, formula: Formula) -> type:
     eps, has_weight, weight_offset, rule = formula
     out_dtype = _OUT_DTYPES[rule]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, *args, **kwargs) -> Tensor:
+        (x,) = *args, *kwargs.values()
         if torch.compiler.is_compiling():  # the compiler fuses it with its neighbors
             return base.forward(self, x)
         if not has_weight:
@@ -87,9 +88,10 @@ def formula_of(module: nn.Module) -> Formula | str:
         return f"it has parameters {shapes}, expected a weight (n,) or none"
     if next(module.children(), None) is not None or next(module.buffers(), None) is not None:
         return "it has submodules or buffers"
-    size = own["weight"].shape[0] if own else None
-    attributes = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-    key = base, base.forward, size, repr(sorted(attributes.items(), key=lambda item: item[0]))
+    size = None
+    if own:
+        size = getattr(own["weight"], "ds_shape", own["weight"].shape)[0]  # ZeRO-3 leaves an empty weight
+    key = base, base.forward, size, repr(sorted(plain_attributes(module).items()))
     if key not in _formulas:
         try:
             with isolated():
