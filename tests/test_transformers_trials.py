@@ -27,7 +27,7 @@ from quackish.integrations.transformers import (  # noqa: E402
     report,
     revert,
     scaled_experts,
-)  # fmt: skip
+)
 
 CACHES = norms._formulas, head._trials, experts._forms, scaled_experts._forms
 
@@ -169,6 +169,21 @@ def test_norms_that_compute_something_else(kind):
     entry = report(model)[0]
     assert (entry.name, entry.is_patched) == ("0", False)
     assert re.search(LEFT[kind], entry.reason), entry.reason
+
+
+def test_norms_with_another_private_attribute():
+    """One trial does not count for both."""
+
+    class Switched(OwnNorm):
+        _subtracts_mean = False
+
+        def scaled(self, x):
+            return super().scaled(x - x.mean(-1, keepdim=True) if self._subtracts_mean else x)
+
+    model = nn.Sequential(Switched(), Switched())
+    model[1]._subtracts_mean = True
+    apply(model, head=False)
+    assert [is_patched(norm) for norm in model] == [True, False]
 
 
 # Losses ---------------------------------------------------------------------------------------------------------------
@@ -338,21 +353,6 @@ def test_experts_of_gpt_oss(tmp_path):
     torch.testing.assert_close(dict(model.named_parameters()), dict(state.items()), rtol=0, atol=0, check_stride=True)
 
 
-@pytest.mark.parametrize("limits", [dict(swiglu_limit=3.0), dict(swiglu_alpha=1.5)])
-def test_experts_of_gpt_oss_with_other_limits_are_left(limits):
-    model = gpt_oss()
-    for layer in model.model.layers:
-        layer.mlp.experts.limit = limits.get("swiglu_limit", 7.0)
-        layer.mlp.experts.alpha = limits.get("swiglu_alpha", 1.702)
-    with pytest.raises(NotImplementedError, match=r"GptOssExperts .* differs from moe_mlp's"):
-        apply(model, experts=True, strict=True)
-
-
-def test_experts_below_a_replaced_forward_are_left():
-    """It reads their weights, which must stay in their order."""
-    model = gpt_oss()
-    mlp = model.model.layers[0].mlp
-    mlp.forward = mlp.forward
 def test_gradients_of_gpt_oss_after_revert():
     """They are put into the original order too, so that an optimizer's step after `applied` is right."""
     model, plain = gpt_oss(), gpt_oss()
@@ -380,6 +380,21 @@ def test_experts_with_another_result_in_evaluation():
         apply(model, experts=True, strict=True)
 
 
+@pytest.mark.parametrize("limits", [dict(swiglu_limit=3.0), dict(swiglu_alpha=1.5)])
+def test_experts_of_gpt_oss_with_other_limits_are_left(limits):
+    model = gpt_oss()
+    for layer in model.model.layers:
+        layer.mlp.experts.limit = limits.get("swiglu_limit", 7.0)
+        layer.mlp.experts.alpha = limits.get("swiglu_alpha", 1.702)
+    with pytest.raises(NotImplementedError, match=r"GptOssExperts .* differs from moe_mlp's"):
+        apply(model, experts=True, strict=True)
+
+
+def test_experts_below_a_replaced_forward_are_left():
+    """It reads their weights, which must stay in their order."""
+    model = gpt_oss()
+    mlp = model.model.layers[0].mlp
+    mlp.forward = mlp.forward
     with pytest.raises(NotImplementedError, match=r"the forward of its GptOssMLP was replaced on the instance"):
         apply(model, experts=True, strict=True)
 
@@ -431,6 +446,14 @@ def test_dropout_in_a_trial():
     (entry,) = [entry for entry in report(model) if entry.kind == "loss"]
     assert torch.equal(torch.get_rng_state(), random)
     assert "its loss is not the cross entropy" in entry.reason
+
+
+def test_models_compiled_in_place():
+    """A trial calls the small copy, not the model's compiled forward."""
+    model = tiny("Qwen3Moe")
+    for module in model.modules():
+        module.compile(backend="eager")
+    apply(model, experts=True, strict=True)
 
 
 def test_models_on_meta():

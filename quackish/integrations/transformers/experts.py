@@ -1,7 +1,7 @@
 """Mixtures of experts: which modules compute what `quackish.moe_mlp` does, by trial, and their patched classes.
 
-gpt-oss interleaves gate and up in memory. `patch` sorts its weights into [gate; up] in place, and `restore_weights`
-puts them back. State dicts of a patched model have the original order.
+gpt-oss interleaves gate and up in memory. `patch` sorts its weights and their gradients into [gate; up] in place, and
+`restore_weights` puts them back. State dicts of a patched model have the original order.
 """
 
 import copy
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import quackish
 from quackish.errors import UnsupportedError
 from quackish.integrations.transformers.subclass import subclass, unpatched_class
-from quackish.integrations.transformers.trial import Random, difference, isolated, reason, small_copy
+from quackish.integrations.transformers.trial import Random, difference, isolated, plain_attributes, reason, small_copy
 
 
 class Form(NamedTuple):
@@ -136,8 +136,7 @@ def form_of(experts: nn.Module) -> Form | str:
 def key_of(module: nn.Module) -> str:
     """What a trial depends on beside the class."""
     shapes = [(name, tuple(p.shape)) for name, p in module.named_parameters()]
-    attributes = [(name, value) for name, value in sorted(vars(module).items()) if not name.startswith("_")]
-    return repr((shapes, attributes, list(module.children())))
+    return repr((shapes, sorted(plain_attributes(module).items()), list(module.children())))
 
 
 _GATED, _PLAIN = ("swiglu", "clamped_swiglu", "geglu"), ("silu", "relu2")
@@ -185,7 +184,8 @@ def _why_different(small: nn.Module, form: Form) -> str:
     random, tokens, base = Random(1), 6, type(small)
     num_experts, hidden = small.down_proj.shape[0], small.down_proj.shape[1 + form.is_transposed]
     grad, largest = random.normal(tokens, hidden), min(2, num_experts)
-    for scale in (1.0, 300.0):  # large activations reach limits
+    for scale, training in ((1.0, True), (300.0, False)):  # large activations reach limits
+        small.train(training)
         weights, index = random.normal(tokens, num_experts).softmax(1).topk(largest)
         arguments = random.normal(tokens, hidden, std=scale), index, weights
         expected = run_trial(small, arguments, grad)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import quackish
 from quackish.integrations.transformers.subclass import subclass, unpatched_class
-from quackish.integrations.transformers.trial import Random, difference, isolated, reason, shell
+from quackish.integrations.transformers.trial import Random, difference, isolated, plain_attributes, reason, shell
 
 
 class Formula(NamedTuple):

@@ -80,7 +80,8 @@ def _why_different(small: nn.Module, form: Form) -> str:
     """How a class's own forward differs from the patched one's, "" if it does not."""
     random, classes = Random(1), (type(small), type(small.experts))
     hidden = small.experts.down_proj.shape[1 + form.is_transposed]
-    for scale in (0.3, 30.0):  # large activations reach limits
+    for scale, training in ((0.3, True), (30.0, False)):  # large activations reach limits
+        small.train(training)
         x, grad = random.normal(2, 3, hidden, std=scale), random.normal(6, hidden)
         expected = experts.run_trial(small, (x,), grad)
         patch(small, form)

@@ -29,13 +29,23 @@ def isolated() -> Iterator[None]:
         yield
 
 
+_NOT_COPIED = {*vars(nn.Module()), "forward", "_compiled_call_impl"}
+
+
+def plain_attributes(module: nn.Module) -> dict[str, object]:
+    """Attributes that a class or user gave a module, private ones too, but no tensors and modules."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if name not in _NOT_COPIED and not isinstance(value, (Tensor, nn.Module))
+    }
+
+
 def shell(module: nn.Module, base: type) -> nn.Module:
     """A `base` with module's plain attributes and submodules without parameters, but without parameters and hooks."""
     new = base.__new__(base)
     nn.Module.__init__(new)
-    for name, value in vars(module).items():
-        if name not in vars(new) and name != "forward" and not isinstance(value, (Tensor, nn.Module)):
-            new.__dict__[name] = value
+    new.__dict__.update(plain_attributes(module))
     for name, child in module.named_children():
         if next(child.parameters(), None) is None and next(child.buffers(), None) is None:
             new.add_module(name, shell(child, type(child)))
