@@ -1,4 +1,4 @@
-"""What users call: apply, revert and applied. A patched module has another class, and nothing else of it changes."""
+"""apply, revert and applied. Patching changes the class of a module, and the order of gpt-oss's expert weights."""
 
 import contextlib
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What of a model is patched, what is not, and why."""
+"""Lists what is patched in a model, what is not, and why."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
