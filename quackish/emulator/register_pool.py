@@ -1,10 +1,10 @@
-"""The registers of a CTA, which `setmaxnreg` moves between warp groups."""
+"""The registers of a CTA, which `setmaxnreg` moves between warps."""
 
 from typing import Any
 
 from quackish.emulator.errors import Fault
 
-GROUP = 128  # threads of a warp group
+WARP = 32
 MOST = 256  # registers per thread
 
 
@@ -21,7 +21,7 @@ def registers_at_launch(directives: dict[str, tuple[int, ...]], num_threads: int
 
 
 class RegisterPool:
-    """What the warp groups of a CTA have given back, and others have not taken.
+    """What the warps of a CTA have given back, and others have not taken.
 
     "A pool of available registers is maintained per-CTA." (PTX, setmaxnreg). It is empty at launch.
     """
@@ -29,49 +29,49 @@ class RegisterPool:
     def __init__(self, cta: Any, at_launch: int | None):
         self.cta, self.at_launch = cta, at_launch
         self.free = 0
-        self.owned: dict[int, int] = {}  # warp group -> registers per thread, once they have changed
-        self.waiting: list[tuple[int, int, Any]] = []  # (warp group, registers per thread, its threads)
+        self.owned: dict[int, int] = {}  # warp -> registers per thread, once they have changed
+        self.waiting: list[tuple[int, int, Any]] = []  # (warp, registers per thread, its threads)
 
     def decrease(self, lanes: Any, count: int) -> None:
         _check(count)
         if self.at_launch is None:
             return
-        for group in lanes.warp_groups():
-            self._set(group, min(count, self._owned(group)))
-        for group, wanted, parked in list(self.waiting):
-            if self._needs(group, wanted) <= self.free:
-                self._set(group, wanted)
-                self.waiting.remove((group, wanted, parked))
+        for warp in lanes.warps():
+            self._set(warp, min(count, self._owned(warp)))
+        for warp, wanted, parked in list(self.waiting):
+            if self._needs(warp, wanted) <= self.free:
+                self._set(warp, wanted)
+                self.waiting.remove((warp, wanted, parked))
                 parked.release()
 
     def increase(self, lanes: Any, count: int, following: int) -> None:
-        """The threads go on at block `following` once the pool has enough for their warp group."""
+        """The threads go on at block `following` once the pool has enough for their warp."""
         _check(count)
-        for group in lanes.warp_groups():
-            mask = lanes.mask & (1 << GROUP) - 1 << GROUP * group
-            if self.at_launch is None or self._needs(group, count) <= self.free:
+        for warp in lanes.warps():
+            mask = lanes.mask & (1 << WARP) - 1 << WARP * warp
+            if self.at_launch is None or self._needs(warp, count) <= self.free:
                 if self.at_launch is not None:
-                    self._set(group, max(count, self._owned(group)))
+                    self._set(warp, max(count, self._owned(warp)))
                 self.cta.add(following, mask)
             else:
-                parked = self.cta.park(mask, following, lambda group=group: self._reason(group, count))
-                self.waiting.append((group, count, parked))
+                parked = self.cta.park(mask, following, lambda warp=warp: self._reason(warp, count))
+                self.waiting.append((warp, count, parked))
 
-    def _owned(self, group: int) -> int:
+    def _owned(self, warp: int) -> int:
         assert self.at_launch is not None
-        return self.owned.get(group, self.at_launch)
+        return self.owned.get(warp, self.at_launch)
 
-    def _needs(self, group: int, count: int) -> int:
-        return GROUP * (count - self._owned(group))
+    def _needs(self, warp: int, count: int) -> int:
+        return WARP * (count - self._owned(warp))
 
-    def _set(self, group: int, count: int) -> None:
-        self.free -= self._needs(group, count)
-        self.owned[group] = count
+    def _set(self, warp: int, count: int) -> None:
+        self.free -= self._needs(warp, count)
+        self.owned[warp] = count
         self.cta.grid.num_events += 1
 
-    def _reason(self, group: int, count: int) -> str:
+    def _reason(self, warp: int, count: int) -> str:
         return (
-            f"waits for registers: {count} instead of {self._owned(group)} per thread take {self._needs(group, count)} "
+            f"waits for registers: {count} instead of {self._owned(warp)} per thread take {self._needs(warp, count)} "
             f"from the CTA's pool, which has {self.free}; at launch a thread has {self.at_launch}"
         )
 

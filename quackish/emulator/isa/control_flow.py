@@ -14,15 +14,16 @@ def end(lanes, following, writers):
     lanes.cta.exit(lanes.mask)
 
 
-# "The same setmaxnreg instruction must be executed by all warps in a warpgroup." (PTX)
+# "The same setmaxnreg instruction must be executed by all warps in a warpgroup." (PTX) Here warps execute it one by one:
+# flash-attn-4's warps of a warp group have one each, of the same count, and run on cards.
 
 
-@action("setmaxnreg.dec.sync.aligned.u32", "immediate", converged="warp group")
+@action("setmaxnreg.dec.sync.aligned.u32", "immediate", converged="warp")
 def give_registers_back(lanes, count):
     lanes.cta.register_pool.decrease(lanes, count)
 
 
-@control("setmaxnreg.inc.sync.aligned.u32", "immediate", converged="warp group")
+@control("setmaxnreg.inc.sync.aligned.u32", "immediate", converged="warp")
 def take_registers(lanes, following, writers, count):
     lanes.cta.register_pool.increase(lanes, count, following)
 
