@@ -47,10 +47,10 @@ def kernels_on(setting, one_cta=False):
 
 
 def compiled():
-    """(kernel, problem, GPU). Every fourth problem of Hopper's kernels; both targets have the same sources."""
-    for i, problem in enumerate([p for p in problems() if not p.split_k_tail][::4]):
+    """(kernel, problem, GPU). Every eighth problem of Hopper's kernels; both targets have the same sources."""
+    for i, problem in enumerate([p for p in problems() if not p.split_k_tail][::8]):
         yield "lce_gemm", problem, (B200, B300)[i % 2]
-    for i, problem in enumerate([*UP, *DOWN_BACKWARD, *OTHERS][::4]):
+    for i, problem in enumerate([*UP, *DOWN_BACKWARD, *OTHERS][::5]):
         tile = ("256x256", "128x256")[i // 2 % 2]
         yield "grouped_gemm", dataclasses.replace(problem, cluster_tile=tile), (B200, B300)[i % 2]
 

@@ -14,8 +14,8 @@ def end(lanes, following, writers):
     lanes.cta.exit(lanes.mask)
 
 
-# "The same setmaxnreg instruction must be executed by all warps in a warpgroup." (PTX) Here warps execute it one by one:
-# flash-attn-4's warps of a warp group have one each, of the same count, and run on cards.
+# "The same setmaxnreg instruction must be executed by all warps in a warpgroup." (PTX) Here each warp executes it by
+# itself: flash-attn-4's warps of a warp group come to it at different places, and run on cards.
 
 
 @action("setmaxnreg.dec.sync.aligned.u32", "immediate", converged="warp")
