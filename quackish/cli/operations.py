@@ -64,7 +64,7 @@ def dry_run_call(args: argparse.Namespace, gpu: Gpu | None) -> DryRun:
 
 
 def hides_gemm(args: argparse.Namespace, gpu: Gpu | None) -> bool:
-    """Whether the operation has a GEMM on `gpu` that the call uses with --unverified only."""
+    """True if the operation has a GEMM on `gpu` that a call uses only with --unverified."""
     gemm = CALLS[args.op][0].gemm
     return gpu is not None and gemm is not None and kernels.is_unverified(gemm, gpu) and not args.unverified
 

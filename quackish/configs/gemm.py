@@ -250,7 +250,7 @@ MAX_IDLE = 0.06  # fraction of the clusters' time, which is the gain of ping-pon
 
 
 def splits_tails(gpu: Gpu) -> bool:
-    """Whether the GPU's GEMM knows `split_k_tail`. Its constants were fitted on Hopper."""
+    """True if the GPU's GEMM has `split_k_tail`. Its constants were fitted on Hopper."""
     return gpu.family == "sm_90"
 
 

@@ -43,12 +43,12 @@ class GemmSm100Config:
 
     @property
     def slices(self) -> int:
-        """Of a row of a tile."""
+        """Slices of SLICE columns in a row of a tile."""
         return self.tile_n // SLICE
 
     @property
     def stage_bytes(self) -> int:
-        """Of one CTA."""
+        """Bytes of a stage in the shared memory of one CTA."""
         return (TILE_M + self.tile_n // self.ctas) * TILE_K * 2
 
     def max_clusters(self, sm_count: int) -> int:

@@ -57,7 +57,7 @@ allow_unverified = False
 
 
 def is_unverified(name: str, gpu: Gpu) -> bool:
-    """Whether the table has kernel `name` for this GPU, but no such GPU has run it."""
+    """True if the table has kernel `name` for this GPU, but no such GPU has run it."""
     return gpu.family in TABLE[name] and (name, gpu.family) in UNVERIFIED
 
 

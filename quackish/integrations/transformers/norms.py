@@ -119,7 +119,7 @@ def _try(module: nn.Module, base: type, size: int | None) -> Formula | str:
 
 _RESULTS = "y", "the gradient of x", "the gradient of weight"
 _DTYPES = [(x, weight) for x in (torch.float32, torch.bfloat16) for weight in (torch.float32, torch.bfloat16)]
-# Of the largest element. Both sides round to bf16 up to three times: x_hat, its product with the weight, gradients.
+# As a share of the largest element. Both sides round up to three times: x_hat, its product with the weight, gradients.
 _TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2**-6}
 
 

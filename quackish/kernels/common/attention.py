@@ -307,7 +307,7 @@ class AttentionSm90:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a thread of the producer, and of the consumers."""
+        """(registers per thread of the producer, registers per thread of the consumers)"""
         return REGISTERS[self.config.num_wgs]
 
     # Device: scores
@@ -352,7 +352,7 @@ class AttentionSm90:
 
     @cute.jit
     def cuts(self, args: ScoreArgs, block: Block) -> Boolean:
-        """Whether keys of the block take no part, other than by the mask."""
+        """True if some keys of the block take no part for another reason than the mask."""
         last_k = block.k0 + block.keys - 1
         cut = last_k >= args.num_k
         if const_expr(self.problem.band):
