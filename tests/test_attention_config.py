@@ -5,15 +5,13 @@ import itertools
 import pytest
 
 from quackish.configs.attention import (
-    AttentionBackwardProblem,
     AttentionBiasProblem,
     AttentionConfig,
     AttentionForwardProblem,
-    AttentionRowsConfig,
-    AttentionRowsProblem,
+    AttentionKeysProblem,
+    AttentionQueriesProblem,
     attention_config,
     attention_why_illegal,
-    backward_parts,
     bias_parts,
 )
 from quackish.gpu import H200
@@ -34,8 +32,8 @@ def problems():
     for fields in FIELDS:
         has_bias = fields.get("bias_dtype") is not None
         yield "attention_fwd", AttentionForwardProblem(**fields)
-        for parts in (1, 2) if fields["d"] == 64 else (1,):
-            yield "attention_bwd", AttentionBackwardProblem(**fields, dbias=has_bias, parts=parts)
+        yield "attention_bwd_queries", AttentionQueriesProblem(**fields, dbias=has_bias, dlse=has_bias)
+        yield "attention_bwd_keys", AttentionKeysProblem(**fields)
         if has_bias:
             yield "attention_bwd_bias", AttentionBiasProblem(**fields)
 
@@ -45,18 +43,14 @@ def test_compiles_without_spills(name, problem, gpu):
     check_compiles(name, problem, attention_config(problem, gpu), gpu)
 
 
-def test_rows_compile_without_spills():
-    problem = AttentionRowsProblem(BF16, 64, dlse=True)
-    check_compiles("attention_bwd_rows", problem, AttentionRowsConfig(), H200)
-
-
 def test_measured_configs():
     """The fastest of those that an H200 ran: benchmarks/results/H200/attention.md."""
-    for d, forward, backward in ((64, (128, 3), (64, 4)), (128, (64, 3), (64, 2))):
+    for d, forward, queries, keys in ((64, (128, 3), (64, 4), (64, 4)), (128, (64, 3), (64, 3), (64, 3))):
         fields = dict(dtype=BF16, d=d, bias_dtype=BF16)
         of = {
             AttentionForwardProblem(**fields): forward,
-            AttentionBackwardProblem(**fields, dbias=True): backward,
+            AttentionQueriesProblem(**fields, dbias=True): queries,
+            AttentionKeysProblem(**fields): keys,
         }
         for problem, expected in of.items():
             assert attention_config(problem, H200) == AttentionConfig(2, *expected)
@@ -69,7 +63,8 @@ def test_every_problem_has_a_legal_config():
     ):
         fields = dict(dtype=BF16, d=d, bias_dtype=bias, bias_aligned=aligned, mask=mask, mask_aligned=mask_aligned,
                       band=band, softcap=softcap)  # fmt: skip
-        found = [AttentionForwardProblem(**fields), AttentionBackwardProblem(**fields, dbias=bias is not None)]
+        found = [AttentionForwardProblem(**fields), AttentionKeysProblem(**fields)]
+        found.append(AttentionQueriesProblem(**fields, dbias=bias is not None, dlse=True))
         found += [AttentionBiasProblem(**fields)] * (bias is not None)
         for problem in found:
             assert attention_why_illegal(problem, attention_config(problem, H200), H200) is None
@@ -94,10 +89,3 @@ def test_parts_of_a_broadcast_sum():
     assert bias_parts(64, 1, 2048, 2048, 132) == 1  # 512 tiles occupy the GPU
     assert bias_parts(64, 1, 256, 256, 132) == 33  # 8 tiles
     assert bias_parts(3, 1, 64, 64, 132) == 3  # at most one part per head
-
-
-def test_ctas_that_share_a_key_head():
-    """As many as occupy 132 SMs best, and no more than have queries or columns."""
-    cases = [(64, 2048, 64, 2), (16, 2048, 64, 8), (132, 2048, 64, 1), (96, 2048, 64, 4), (4, 200, 64, 2), (4, 4096, 32, 4)]
-    for heads, num_q, d, parts in cases:
-        assert backward_parts(heads, num_q, d, 132) == parts
