@@ -203,15 +203,14 @@ def _attention_fwd(p: attention.AttentionForwardProblem, s: Sizes) -> Work:
     return _attention(p, s, matmuls=2, rows=2)  # q, o
 
 
-def _attention_bwd(p: attention.AttentionBackwardProblem, s: Sizes) -> Work:
-    work = _attention(p, s, matmuls=5, rows=3, dbias=_bytes(p.bias_dtype) if p.dbias else 0)  # q, do, dq
+def _attention_bwd_queries(p: attention.AttentionQueriesProblem, s: Sizes) -> Work:
+    return _attention(p, s, matmuls=3, rows=4, dbias=_bytes(p.bias_dtype) if p.dbias else 0)  # q, o, do, dq
+
+
+def _attention_bwd_keys(p: attention.AttentionKeysProblem, s: Sizes) -> Work:
+    work = _attention(p, s, matmuls=4, rows=3)  # q, do
     of_k = s["batch"] * s["heads"] // s["group"] * s["num_k"] * s["d"] * _bytes(p.dtype)
-    return dataclasses.replace(work, bytes_written=work.bytes_written + 2 * of_k)  # dk, dv
-
-
-def _attention_bwd_rows(p: attention.AttentionRowsProblem, s: Sizes) -> Work:
-    rows = s["batch"] * s["heads"] * s["num_q"]
-    return Work(rows * (2 * s["d"] * _bytes(p.dtype) + 4 + 4 * p.dlse), 8 * rows, 2 * rows * s["d"])
+    return dataclasses.replace(work, bytes_written=2 * of_k)  # dk, dv
 
 
 def _attention_bwd_bias(p: attention.AttentionBiasProblem, s: Sizes) -> Work:
@@ -237,8 +236,8 @@ KERNELS = {
     "lce_gemm": Kernel(("m", "n", "k"), _lce_gemm),
     "grouped_gemm": Kernel(("rows", "m", "n", "k", "groups"), _grouped_gemm),
     "attention_fwd": Kernel(_ATTENTION, _attention_fwd),
-    "attention_bwd": Kernel(_ATTENTION, _attention_bwd),
-    "attention_bwd_rows": Kernel(("batch", "heads", "num_q", "d"), _attention_bwd_rows),
+    "attention_bwd_queries": Kernel(_ATTENTION, _attention_bwd_queries),
+    "attention_bwd_keys": Kernel(_ATTENTION, _attention_bwd_keys),
     "attention_bwd_bias": Kernel((*_ATTENTION, "parts", "batches", "bias_heads"), _attention_bwd_bias),
     "token_rows": Kernel({"tokens": -3, "k": -2}, _token_rows),
     "lce_compact": Kernel(("v", "m"), _lce_compact),

@@ -55,29 +55,25 @@ class ForwardArgs(NamedTuple):
     lse: Any = F32  # (B, Hq, Lq), written
 
 
-class RowsArgs(NamedTuple):
+class QueriesArgs(NamedTuple):
+    scores: Any = ScoreArgs()
     o: Any = None  # (B, Hq, Lq, d)
     do: Any = None  # as o
     lse: Any = F32  # (B, Hq, Lq)
     dlse: Any = None  # (B, Hq, Lq) fp32; if lse has a gradient
     stats: Any = ALIGNED_F32  # (2, B, Hq, stats_row), written: the shift of the scores in units of log2, and delta
     stats_row: Any = "int64"  # a multiple of 4
-    batch: Any = "int32"
-    heads: Any = "int32"  # Hq
-    num_q: Any = "int32"  # Lq
-    d: Any = "int32"
+    dq: Any = None  # as q, written
+    dbias: Any = None  # (B, Hq, Lq, Lk), written; with dbias
 
 
-class BackwardArgs(NamedTuple):
+class KeysArgs(NamedTuple):
     scores: Any = ScoreArgs()
     do: Any = None  # (B, Hq, Lq, d)
     stats: Any = ALIGNED_F32
     stats_row: Any = "int64"
-    dq: Any = None  # as q, written
-    dq_sums: Any = ALIGNED_F32  # (B, Hq, Lq / 128 rounded up, 128 d) scratch
     dk: Any = None  # (B, Hk, Lk, d), written
     dv: Any = None  # as dk
-    dbias: Any = None  # (B, Hq, Lq, Lk), written; with dbias
 
 
 class BiasArgs(NamedTuple):
@@ -137,22 +133,28 @@ class AttentionForwardProblem(AttentionProblem):
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionBackwardProblem(AttentionProblem):
-    """dq, dk, dv, and dbias if the bias is not broadcast."""
+class AttentionQueriesProblem(AttentionProblem):
+    """dq, and dbias if the bias is not broadcast."""
 
     dbias: bool = False
-    parts: int = 1  # CTAs that share a key head: `backward_parts`
+    dlse: bool = False
 
     @property
-    def ds_is_dbias(self) -> bool:
-        """dbias has the bits of ds as it is stored for dq."""
-        return self.dbias and self.bias_dtype == self.dtype and not self.softcap
-
-    @property
-    def args(self) -> BackwardArgs:
+    def args(self) -> QueriesArgs:
         dbias = Strided(Ptr(self.bias_dtype, aligned=True)) if self.dbias else None
-        operand = self._operand()
-        return BackwardArgs(scores=self._scores(), do=operand, dq=operand, dk=operand, dv=operand, dbias=dbias)
+        return QueriesArgs(
+            scores=self._scores(), o=self._operand(), do=self._operand(), dlse=F32 if self.dlse else None,
+            dq=self._operand(), dbias=dbias,
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionKeysProblem(AttentionProblem):
+    """dk and dv."""
+
+    @property
+    def args(self) -> KeysArgs:
+        return KeysArgs(scores=self._scores(), do=self._operand(), dk=self._operand(), dv=self._operand())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,31 +167,11 @@ class AttentionBiasProblem(AttentionProblem):
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionRowsProblem:
-    """Two numbers per row for the kernels of backward: the shift of its scores, and delta."""
-
-    dtype: str
-    d: int
-    dlse: bool = False
-
-    @property
-    def args(self) -> RowsArgs:
-        operand = Strided(Ptr(self.dtype, aligned=True))
-        return RowsArgs(o=operand, do=operand, dlse=F32 if self.dlse else None)
-
-
-@dataclasses.dataclass(frozen=True)
-class AttentionRowsConfig:
-    threads: int = 256  # per CTA
-    lanes: int = 16  # per row; each has 8 columns
-
-
-@dataclasses.dataclass(frozen=True)
 class AttentionConfig:
-    """Each consumer warp group has BLOCK rows of queries (of keys, in backward); tiles of the other side are loaded.
+    """Each consumer warp group has BLOCK rows of queries (of keys, for dk and dv); tiles of the other side are loaded.
 
     num_wgs: consumer warp groups
-    tile: rows of a loaded tile of the other side, of queries in backward, else of keys
+    tile: rows of a loaded tile of the other side, of queries for dk and dv, else of keys
     num_stages: loaded tiles in flight
     """
 
@@ -208,11 +190,12 @@ class AttentionConfig:
 
 
 # Per kernel: tiles kept by a warp group, and loaded per stage, of d columns in 16 bits
-_OWN = {"forward": 1, "backward": 2, "bias": 0}
-_LOADED = {"forward": 2, "backward": 2, "bias": 2}
+_OWN = {"forward": 1, "queries": 2, "keys": 2, "bias": 0}
+_LOADED = {"forward": 2, "queries": 2, "keys": 2, "bias": 2}
 _KIND = {
     AttentionForwardProblem: "forward",
-    AttentionBackwardProblem: "backward",
+    AttentionQueriesProblem: "queries",
+    AttentionKeysProblem: "keys",
     AttentionBiasProblem: "bias",
 }
 
@@ -226,9 +209,10 @@ def attention_smem_bytes(problem: AttentionProblem, config: AttentionConfig) -> 
         stage += scores * (4 if problem.bias_dtype == "float32" else 2)
     if problem.mask_by_tma:
         stage += scores
-    if kind == "backward":  # ds of two tiles; shift and delta of the loaded rows
-        total += 2 * 2 * BLOCK * rows
-        total += 2 * scores * (problem.dbias and not problem.ds_is_dbias and problem.bias_dtype != "float32")
+    if kind == "queries":  # shift and delta of its rows, and dbias before it is stored
+        total += 8 * rows
+        total += 2 * scores if getattr(problem, "dbias", False) and problem.bias_dtype != "float32" else 0
+    if kind == "keys":  # shift and delta of the loaded rows
         stage += 8 * config.tile
     if kind == "bias":  # both sides are loaded
         stage += 2 * rows * problem.d * 2 + 8 * rows
@@ -245,18 +229,17 @@ def _registers(problem: AttentionProblem, config: AttentionConfig) -> int:
     is_complex = problem.softcap or (problem.mask and problem.band) or unaligned
     live = {
         "forward": tile // 2 + tile // 4 + d // 2 + 40 + tile * unaligned,
-        "backward": tile + tile // 2 + d + 16 + 8 * (problem.mask or not problem.bias_aligned),
+        "queries": tile + tile // 4 + d // 2 + 40 + tile // 4 * unaligned,
+        "keys": tile + tile // 2 + d + 16 + 8 * (problem.mask or not problem.bias_aligned),
         "bias": tile + tile // 2 + 40 + 16 * is_complex,
     }[kind]
-    return live + (tile // 2 if problem.softcap and kind == "backward" else 0)
+    return live + (tile // 2 if problem.softcap and kind in ("queries", "keys") else 0)
 
 
 def attention_why_illegal(problem: AttentionProblem, config: AttentionConfig, gpu: Gpu) -> str | None:
     tiles = TILES[_KIND[type(problem)]]
     if config.num_wgs not in REGISTERS:
         return f"num_wgs is {config.num_wgs}; expected 2 or 3"
-    if config.num_wgs != 2 and isinstance(problem, AttentionBackwardProblem):
-        return f"num_wgs is {config.num_wgs}; expected 2"
     if config.tile not in tiles:
         return f"tile is {config.tile}; expected one of {', '.join(map(str, tiles))}"
     if config.num_stages < 1:
@@ -276,14 +259,17 @@ def attention_why_illegal(problem: AttentionProblem, config: AttentionConfig, gp
     return None
 
 
-TILES = {"forward": (128, 64), "backward": (64, 32), "bias": (128, 64)}
+TILES = {"forward": (128, 64), "queries": (128, 64), "keys": (64, 32), "bias": (128, 64)}
 
 
 # (tile, smallest number of stages), the best first. H200, bf16, B 4, H 16, L 2048, bias (B, H, L, L), median ms:
 _PREFERRED = {
     # d 64: (2, 128, 3) 0.233, (2, 64, 4) 0.242, (2, 128, 2) 0.324; d 128: (2, 64, 3) 0.319, (2, 128, 2) 0.435
     "forward": ((128, 3), (64, 2), (64, 1)),
-    "backward": ((64, 2), (64, 1), (32, 2)),
+    # d 64: (2, 64, 4) 0.356, (3, 64, 3) 0.375, (2, 128, 2) 0.376; d 128: (2, 64, 3) 0.513, (2, 64, 2) 0.565
+    "queries": ((128, 3), (64, 2), (64, 1)),
+    # d 64: (2, 64, 4) 0.330, (2, 64, 3) 0.336, (2, 32, 6) 0.392; d 128: (2, 64, 3) 0.567, (2, 32, 4) 0.569
+    "keys": ((64, 2), (64, 1), (32, 2)),
     # other configs were not measured
     "bias": ((128, 2), (64, 2), (64, 1)),
 }
@@ -307,13 +293,3 @@ def bias_parts(summed: int, tensors: int, num_q: int, num_k: int, sm_count: int)
     """
     tiles = tensors * -(-num_q // (2 * BLOCK)) * -(-num_k // BLOCK)
     return max(1, min(summed, 2 * sm_count // tiles))
-
-
-def backward_parts(heads: int, num_q: int, d: int, sm_count: int) -> int:
-    """The number of CTAs that share a key head in backward: a power of two up to 8 that occupies the GPU.
-
-    heads: key heads, of all batches.
-    """
-    pairs = -(-num_q // (2 * BLOCK))
-    candidates = [parts for parts in (1, 2, 4, 8) if parts == 1 or parts <= min(pairs, d // 8)]
-    return min(candidates, key=lambda parts: (-(-heads * parts // (sm_count // parts * parts)) / parts, parts))

@@ -280,16 +280,6 @@ def _declare_atomic(name, operation, type_):
         _atomically(lanes, addresses, operation, values, dtype)
 
 
-def _declare_vector_red(count):
-    @action(f"{_RED}.add.v{count}.f32", f"[u64], {{f32*{count}}}")
-    def red(lanes, addresses, values):
-        lanes.cta.grid.memory.load(addresses, 4, count, counted=False)  # checks the addresses
-        for i, value in enumerate(values):
-            _atomically(lanes, addresses + np.uint64(4 * i), _OPERATIONS["add"][0], value, np.dtype(np.float32))
-
-
-for _count in (2, 4):
-    _declare_vector_red(_count)
 for _name, (_operation, _types) in _OPERATIONS.items():
     for _type in _types:
         _declare_atomic(_name, _operation, _type)

@@ -95,24 +95,6 @@ def store_scaled(raw: cute.Tensor, out: cute.Pointer, at, factor):
 
 
 @cute.jit
-def load_four(at: cute.Pointer) -> list:
-    """Loads four fp32 numbers from the L2, where `add_four` adds."""
-    return cute.arch.inline_ptx(
-        "ld.relaxed.gpu.global.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-        write_only_types=[Float32] * 4, read_only_args=[at.toint()],
-    )  # fmt: skip
-
-
-@cute.jit
-def add_four(at: cute.Pointer, values: list):
-    """Adds to four fp32 numbers in the L2. A thread's additions to the same numbers are executed in their order."""
-    cute.arch.inline_ptx(
-        "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-        read_only_args=[at.toint(), *values],
-    )
-
-
-@cute.jit
 def increment(counter: cute.Pointer, limit: Int32) -> Int32:
     """Atomic increment that returns the old value; the `limit`-th call resets the counter to 0."""
     order, scope = prims.MemOrder.RELAXED, prims.MemScope.GPU

@@ -73,11 +73,12 @@ class SwizzledTile:
         return cute.recast_tensor(loaded, self.dtype).load()
 
     @cute.jit
-    def store(self, address: Int32, values: cute.Tensor, transposed: cutlass.Constexpr[bool] = False):
+    def store(self, address: Int32, values: cute.Tensor):
         """values: eight, of 16 bits, as `load` returns them."""
         words = cute.recast_tensor(values, Int32)
-        layout = prims.MMALayout.COL if const_expr(transposed) else prims.MMALayout.ROW
-        prims.stmatrix(self._pointer(address, Int32, 16).to_llvm_ptr(), [words[i] for i in range(4)], layout)
+        prims.stmatrix(
+            self._pointer(address, Int32, 16).to_llvm_ptr(), [words[i] for i in range(4)], prims.MMALayout.ROW
+        )
 
     # Other sizes: element by element
 

@@ -15,18 +15,17 @@ from torch import Tensor
 from quackish.configs import choose
 from quackish.configs.attention import (
     MAX_D,
-    AttentionBackwardProblem,
     AttentionBiasProblem,
     AttentionForwardProblem,
+    AttentionKeysProblem,
     AttentionProblem,
-    AttentionRowsProblem,
-    BackwardArgs,
+    AttentionQueriesProblem,
     BiasArgs,
     ForwardArgs,
-    RowsArgs,
+    KeysArgs,
+    QueriesArgs,
     ScoreArgs,
     Strided,
-    backward_parts,
     bias_parts,
 )
 from quackish.ops.cuda import address, dtype_name, name_of
@@ -36,8 +35,8 @@ from quackish.reference.attention import Inputs, Options, strides_like
 _UNBOUNDED = 1 << 30
 _KERNELS = {
     AttentionForwardProblem: "attention_fwd",
-    AttentionRowsProblem: "attention_bwd_rows",
-    AttentionBackwardProblem: "attention_bwd",
+    AttentionQueriesProblem: "attention_bwd_queries",
+    AttentionKeysProblem: "attention_bwd_keys",
     AttentionBiasProblem: "attention_bwd_bias",
 }
 
@@ -93,26 +92,20 @@ class AttentionSteps:
         stats_row = (num_q + 3) // 4 * 4
         stats = self._contiguous((2, batch, heads, stats_row), torch.float32)
         dq, dk, dv = self._like(q), self._like(k), self._like(v)
-        fields, gpu = _problem(inputs, options), self.device.gpu
-        grad, of_stats = _strided(do), dict(stats=stats.data_ptr(), stats_row=stats_row)
-        self._launch(
-            AttentionRowsProblem(fields["dtype"], fields["d"], dlse is not None),
-            RowsArgs(
-                _strided(out), grad, lse.data_ptr(), address(dlse), **of_stats, batch=batch, heads=heads, num_q=num_q,
-                d=q.shape[3],
-            ),
-        )  # fmt: skip
-        parts = backward_parts(batch * k.shape[1], num_q, fields["d"], gpu.sm_count)
-        problem = AttentionBackwardProblem(**fields, dbias=in_place, parts=parts)
-        scores = _scores(inputs, options, problem, gpu.sm_count)
-        dq_sums = self._contiguous((batch, heads, -(-num_q // 128) * 128 * fields["d"]), torch.float32)
+        fields = _problem(inputs, options)
+
+        problem: AttentionProblem = AttentionQueriesProblem(**fields, dbias=in_place, dlse=dlse is not None)
+        scores, grad = _scores(inputs, options, problem, self.device.gpu.sm_count), _strided(do)
+        of_stats = dict(stats=stats.data_ptr(), stats_row=stats_row)
         self._launch(
             problem,
-            BackwardArgs(
-                scores, grad, **of_stats, dq=_strided(dq), dq_sums=dq_sums.data_ptr(), dk=_strided(dk),
-                dv=_strided(dv), dbias=None if dbias is None else _strided(dbias),
+            QueriesArgs(
+                scores, _strided(out), grad, lse.data_ptr(), address(dlse), **of_stats, dq=_strided(dq),
+                dbias=None if dbias is None else _strided(dbias),
             ),
         )  # fmt: skip
+        keys = KeysArgs(scores, grad, **of_stats, dk=_strided(dk), dv=_strided(dv))
+        self._launch(AttentionKeysProblem(**fields), keys)
         if need_dbias and not in_place:
             dbias = self._broadcast_dbias(bias, scores, grad, of_stats, fields)
         return dq, dk, dv, dbias
@@ -156,10 +149,10 @@ class AttentionSteps:
     def _like(self, t: Tensor) -> Tensor:
         return self.empty(tuple(t.shape), strides_like(t, t.shape[3]), t.dtype)
 
-    def _launch(self, problem: AttentionProblem | AttentionRowsProblem, args: tuple) -> None:
+    def _launch(self, problem: AttentionProblem, args: tuple) -> None:
         self._kernel(choose.epoch, problem)(args, self.stream())
 
-    def _find_kernel(self, epoch: int, problem: AttentionProblem | AttentionRowsProblem) -> Callable[..., None]:
+    def _find_kernel(self, epoch: int, problem: AttentionProblem) -> Callable[..., None]:
         return self.device.kernel_for(_KERNELS[type(problem)], problem, self.device.gpu).launch
 
 
