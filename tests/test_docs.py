@@ -15,7 +15,7 @@ from quackish.errors import UnsupportedError
 from quackish.gpu import B200, H200
 
 ROOT = Path(__file__).parents[1]
-DOCS = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
+DOCS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", *DOCS)
 MOST_WORDS = 1300  # of the README
 
@@ -147,9 +147,9 @@ def test_readme_is_short_and_has_the_commands():
 
 
 def test_buffer_figure_is_up_to_date(tmp_path):
-    space = {"__name__": "draw_buffers", "__file__": str(ROOT / "docs/draw_buffers.py")}
-    exec(text_of("docs/draw_buffers.py"), space)
-    drawn = text_of("docs/linear_cross_entropy_buffers.svg")
+    space = {"__name__": "draw_buffers", "__file__": str(ROOT / "docs/internals/draw_buffers.py")}
+    exec(text_of("docs/internals/draw_buffers.py"), space)
+    drawn = text_of("docs/internals/linear_cross_entropy_buffers.svg")
     for panel in (space["chunked"](), space["stored"](), space["recompute"]()):
         assert panel.title in drawn
         assert all(b.label in drawn for b in panel.buffers)

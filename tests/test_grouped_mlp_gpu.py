@@ -53,7 +53,7 @@ def test_more_than_2_31_elements():
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [2**14, 2**20, 2**24])
 def test_long_sums_stay_within_the_stated_bound(rows):
-    """A weight gradient is one chain of fp32 sums: docs/grouped_mlp.md, "Memory and numerics"."""
+    """A weight gradient is one chain of fp32 sums: docs/internals/grouped_mlp.md."""
     generator = torch.Generator("cuda").manual_seed(0)
     a, b = (torch.rand(rows, 64, generator=generator, device="cuda").bfloat16() for _ in range(2))
     offs = torch.tensor([rows], dtype=torch.int32, device="cuda")

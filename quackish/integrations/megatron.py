@@ -1,4 +1,4 @@
-"""The output layer and the loss of megatron-core 0.16 as one function, without logits. See docs/parallel.md."""
+"""The output layer and the loss of megatron-core 0.16 as one function, without logits. See docs/guides/parallel.md."""
 
 from typing import Any
 

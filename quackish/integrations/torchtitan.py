@@ -1,4 +1,4 @@
-"""Config overrides for torchtitan 0.3: RMSNorm and the loss. See docs/distributed.md.
+"""Config overrides for torchtitan 0.3: RMSNorm and the loss. See docs/guides/distributed.md.
 
 --override.imports quackish.integrations.torchtitan.rms_norm,quackish.integrations.torchtitan.linear_cross_entropy
 """

@@ -52,7 +52,7 @@ def rms_norm(
     dweight_out: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """RMSNorm over the last dimension of x or of x + residual. See docs/rms_norm.md.
+    """RMSNorm over the last dimension of x or of x + residual. See docs/guides/rms_norm.md.
 
         res = x + residual,   y = res / sqrt(mean(res^2) + eps) * (weight_offset + weight) + bias
 

@@ -111,7 +111,7 @@ def linear_cross_entropy(
     """`quackish.linear_cross_entropy` with the classes sharded over the ranks of a group.
 
     All ranks must call it. Loss and statistics cover all classes and have the same bits on every rank. Arguments not
-    listed here are those of `quackish.linear_cross_entropy`. docs/parallel.md has memory, numerics, errors and recipes.
+    listed here are those of `quackish.linear_cross_entropy`. docs/guides/parallel.md has recipes and errors.
 
     Args:
         input: (..., H), the same on all ranks. Its gradient is summed over ranks, so it is the same too. Or a DTensor,

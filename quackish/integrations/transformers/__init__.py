@@ -5,7 +5,7 @@
     apply(model)
 
 A module is patched if a trial shows that quackish computes the same: trial.py builds a small copy of it, and norms.py,
-head.py and experts.py compare results and gradients. docs/transformers.md says what runs when.
+head.py and experts.py compare results and gradients. docs/guides/transformers.md says what runs when.
 """
 
 from quackish.integrations.transformers.patching import applied as applied

@@ -43,9 +43,10 @@ def apply(
     """Patches `model` to run quackish's RMSNorm and linear cross entropy; returns `model`.
 
     A module is patched if a trial shows that its class computes what quackish computes: results and gradients agree,
-    on small random CPU tensors, up to the roundings that docs/transformers.md lists. Modules that do not are left, with
-    a warning, and `report(model)` says why. Call it before the model is wrapped in DDP, FSDP or `torch.compile`, and
-    before or after PEFT wraps it. Parameters, the state dict and `forward`'s signature do not change.
+    on small random CPU tensors, up to the roundings that docs/guides/transformers.md lists. Modules that do not are
+    left, with a warning, and `report(model)` says why. Call it before the model is wrapped in DDP, FSDP or
+    `torch.compile`, and before or after PEFT wraps it. Parameters, the state dict and `forward`'s signature do not
+    change.
 
     Args:
         model: a model of Transformers with a language model head, or a PEFT model of one. With head=False any module.

@@ -44,7 +44,7 @@ def scaled_dot_product_attention(
     return_lse: bool = False,
     backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """F.scaled_dot_product_attention with a bias that learns beside a mask: see docs/attention.md.
+    """F.scaled_dot_product_attention with a bias that learns beside a mask: see docs/guides/attention.md.
 
         o = softmax(softcap * tanh(scale * query @ key.T / softcap) + attn_bias) @ value    over keys that take part
 

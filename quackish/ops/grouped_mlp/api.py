@@ -28,7 +28,7 @@ def grouped_mlp(
     grad_w3_out: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """MLPs of a mixture of experts, over rows sorted by expert: see docs/grouped_mlp.md.
+    """MLPs of a mixture of experts, over rows sorted by expert: see docs/guides/grouped_mlp.md.
 
         y = (scales * f(x @ w1[g].T + b1[g])) @ w2[g].T + b2[g]   for a row of group (expert) g
 

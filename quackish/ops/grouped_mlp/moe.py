@@ -29,7 +29,7 @@ def moe_mlp(
     grad_w3_out: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """The experts of a mixture of experts, after its router: see docs/grouped_mlp.md.
+    """The experts of a mixture of experts, after its router: see docs/guides/grouped_mlp.md.
 
         out[t] = sum over k of top_k_weights[t, k] * mlp(x[t], expert top_k_index[t, k])
 

@@ -82,7 +82,7 @@ def linear_cross_entropy(
 
     The arguments before `softcap` have the names and meaning of `F.linear_cross_entropy`. Kernels are bitwise
     reproducible, and a row's loss does not depend on other rows. No input except `grad_weight_out` is written, and
-    nothing synchronizes with the host. Schedules, memory, numerics and edge cases: docs/linear_cross_entropy.md.
+    nothing synchronizes with the host. Schedules, memory, numerics and edge cases: docs/guides/linear_cross_entropy.md.
 
     Args:
         input: (..., H) bf16, fp16, fp32 or fp64, any strides.

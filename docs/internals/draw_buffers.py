@@ -1,6 +1,6 @@
-"""Draws docs/linear_cross_entropy_buffers.svg: where each schedule keeps its buffers over time, to scale.
+"""Draws docs/internals/linear_cross_entropy_buffers.svg: where each schedule keeps its buffers over time, to scale.
 
-python docs/draw_buffers.py        # needs matplotlib: pip install -e '.[bench]'
+python docs/internals/draw_buffers.py        # needs matplotlib: pip install -e '.[bench]'
 """
 
 import sys
