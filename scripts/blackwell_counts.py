@@ -10,7 +10,6 @@ tile are counted along two paths through forward branches: the shortest, and the
 Waits that succeed at once are counted, their retries are not.
 """
 
-import argparse
 import csv
 import math
 import re
@@ -19,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import page_tables
 from quackish import kernels
 from quackish.cli import operations
 from quackish.cli.dry_run import DryRun, Step
@@ -292,31 +292,5 @@ TABLES: dict[str, Callable[[], Iterator[list[str]]]] = {
 }
 
 
-def with_tables(page: str, names: Sequence[str]) -> str:
-    """The page with these tables made again. Each lies between two comments."""
-    for name in names:
-        head, *rows = TABLES[name]()
-        lines = [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
-        begin, end = f"<!-- begin {name}: by scripts/blackwell_counts.py -->", f"<!-- end {name} -->"
-        before, _, rest = page.partition(begin)
-        _, _, after = rest.partition(end)
-        page = f"{before}{begin}\n" + "\n".join(lines) + f"\n{end}{after}"
-    return page
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="do not write; exit status 1 if a table is out of date")
-    args = parser.parse_args()
-    page = PAGE.read_text(encoding="utf-8")
-    made = with_tables(page, list(TABLES))
-    if not args.check:
-        PAGE.write_text(made, encoding="utf-8")
-    elif made != page:
-        print(f"{PAGE}: tables are out of date; expected those that {Path(__file__).name} writes", file=sys.stderr)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(page_tables.main(__doc__, {PAGE: TABLES}, Path(__file__).name))

@@ -1,0 +1,459 @@
+"""Writes the tables of docs/measurements from benchmarks/results, where each measured value is recorded.
+
+python scripts/measurement_tables.py            # writes the pages
+python scripts/measurement_tables.py --check    # exit status 1 if a table is out of date
+"""
+
+import csv
+import functools
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import page_tables
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks/results"
+PAGES = ROOT / "docs/measurements"
+CARDS = ("H200", "H100")
+
+Row = dict[str, str]
+Table = Iterator[Sequence[str]]
+
+
+# Recorded results -----------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def rows_of(file: str) -> list[Row]:
+    """The rows of a CSV, or those of all tables of a Markdown page, with the heading above each as "section"."""
+    text = (RESULTS / file).read_text(encoding="utf-8")
+    if file.endswith(".csv"):
+        return list(csv.DictReader(text.splitlines()))
+    rows, section, titles = [], "", None
+    for line in text.splitlines():
+        cells = [cell.strip().strip("*").strip() for cell in line.strip("|").split("|")]
+        if not line.startswith("|"):
+            section, titles = line.lstrip("# ") if line.startswith("#") else section, None
+        elif titles is None:
+            titles = cells
+        elif not set(line) <= set("|- "):
+            rows.append(dict(zip(titles, cells, strict=True)) | {"section": section})
+    return rows
+
+
+def find(file: str, **where: str) -> Row | None:
+    """The last row that was measured and has these values: a later run replaces an earlier one."""
+    found = [row for row in rows_of(file) if all(row.get(name) == value for name, value in where.items())]
+    found = [row for row in found if row.get("status", "ok") == "ok" and row.get("note") != "wrong"]
+    return found[-1] if found else None
+
+
+def significant(x: float, digits: int = 3) -> str:
+    return f"{x:.{max(0, digits - 1 - math.floor(math.log10(abs(x))))}f}"
+
+
+def ms(row: Row | None) -> str:
+    return significant(float(row["median_ms"])) if row else ""
+
+
+def us(row: Row | None) -> str:
+    return f"{1e3 * float(row['median_ms']):.1f}" if row else ""
+
+
+def gb(row: Row | None) -> str:
+    return f"{float(row['peak_mb']) / 1e3:.{2 if float(row['peak_mb']) > 100 else 4}f}" if row else ""
+
+
+def of_roof(row: Row | None) -> str:
+    return f"{float(row['median_ms']) / float(row['roof_ms']):.3f}" if row else ""
+
+
+def of_shape(shape: str) -> str:
+    return ", ".join(shape.split("x"))
+
+
+# The pages ------------------------------------------------------------------------------------------------------------
+
+
+def run_rows() -> Table:
+    yield "results", "card", "commit"
+    for file in sorted(RESULTS.rglob("*.md")):
+        name, text = file.relative_to(RESULTS).as_posix(), file.read_text(encoding="utf-8")
+        if file.with_suffix(".csv").exists():
+            commits = [row["commit"] for row in rows_of(name.removesuffix(".md") + ".csv")]
+        else:
+            commits = re.findall(r"`([0-9a-f]{7,12})`", text)
+        cards = sorted(set(re.findall(r"\bH[12]00\b", f"{name} {text}")))
+        commits = [f"`{commit}`" for commit in dict.fromkeys(commit[:7] for commit in commits)]
+        yield f"[{name}](../../benchmarks/results/{name})", ", ".join(cards), ", ".join(commits)
+
+
+def miss_rows() -> Table:
+    """Every target that a page of results marks as missed."""
+    yield "results", "card", "missed target"
+    for file in sorted(RESULTS.rglob("*.md")):
+        name = file.relative_to(RESULTS).as_posix()
+        for miss in re.findall(r"^- FAIL: (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE):
+            yield f"[{name}](../../benchmarks/results/{name})", name.partition("/")[0], miss
+
+
+NORMS = [f"{m}x{n}" for m in (4096, 65536) for n in (256, 1024, 4096, 8192)]
+NORM_PROVIDERS = {
+    "torch.add": "add", "quackish": "quackish", "QuACK": "quack", "Liger (CuTe)": "liger-cute",
+    "Liger (Triton)": "liger-triton", "PyTorch": "torch",
+}  # fmt: skip
+
+
+def norm_rows(card: str) -> Table:
+    yield "M x N", *NORM_PROVIDERS
+    for shape in NORMS:
+        where = dict(shape=shape, dtype="bfloat16", direction="backward")
+        cells = [us(find(f"{card}/rms_norm.csv", provider=name, **where)) for name in NORM_PROVIDERS.values()]
+        yield shape.replace("x", " x "), *cells
+
+
+def norm_host_rows() -> Table:
+    yield "", *(f"{card}: {what}" for card in CARDS for what in ("us", "of PyTorch's"))
+    for title, name in {**NORM_PROVIDERS, "PyTorch": "torch"}.items():
+        found = [find(f"{card}/host_overhead.md", provider=name) for card in CARDS]
+        if all(found):
+            yield title, *(row[column] for row in found for column in ("us", "of torch"))
+
+
+LOSSES = [
+    "1024x4096x128256", "4096x2048x32000", "8192x2048x151936", "8192x4096x128256", "16384x4096x128256",
+    "65536x4096x128256",
+]  # fmt: skip
+LOSS_PROVIDERS = {
+    "quackish": "quackish", "QuACK, fastest": "quack*", "Liger": "liger", "cut-cross-entropy": "cce",
+    "torch.compile": "torch-compile", "PyTorch": "torch",
+}  # fmt: skip
+HEADLINE = dict(shape="8192x4096x128256", data="normal", ignored="0.0")
+BOTH_WAYS = dict(data="normal", ignored="0.0", direction="forward+backward")
+
+
+def find_loss(file: str, provider: str, **where: str) -> Row | None:
+    """With "quack*": QuACK's fastest setting."""
+    where = {"dtype": "bfloat16", **BOTH_WAYS, **where}
+    if not provider.endswith("*"):
+        return find(file, provider=provider, **where)
+    names = {row["provider"] for row in rows_of(file) if re.fullmatch(provider[:-1] + r"(-.*)?", row["provider"])}
+    found = [row for name in names if (row := find(file, provider=name, **where))]
+    return min(found, key=lambda row: float(row["median_ms"]), default=None)
+
+
+def loss_rows(card: str) -> Table:
+    yield "M, H, V", "3 GEMMs", *LOSS_PROVIDERS
+    file = f"{card}/linear_cross_entropy.csv"
+    for shape in LOSSES:
+        names = ["three-gemms", *LOSS_PROVIDERS.values()]
+        yield of_shape(shape), *(ms(find_loss(file, name, shape=shape)) for name in names)
+
+
+def loss_memory_rows() -> Table:
+    yield "M, H, V", *LOSS_PROVIDERS
+    for shape in LOSSES:
+        found = (find_loss("H200/linear_cross_entropy.csv", name, shape=shape) for name in LOSS_PROVIDERS.values())
+        yield of_shape(shape), *map(gb, found)
+
+
+def schedule_rows() -> Table:
+    yield "schedule", "ms", "of 3 GEMMs", "peak GB"
+    for title, name in {
+        '`"stored"`': "stored", '`"chunked"`': "chunked", '`"recompute"`': "recompute",
+        '`"recompute"`, `chunk_size=4096`': "recompute-4096",
+    }.items():  # fmt: skip
+        row = find_loss("H200/alone/linear_cross_entropy.csv", f"quackish-{name}", **HEADLINE)
+        yield title, ms(row), of_roof(row), gb(row)
+
+
+def steady_rows() -> Table:
+    names = {'`"chunked"` (auto)': "quackish", '`"stored"`': "quackish-stored", '`"recompute"`': "quackish-recompute"}
+    yield "M, H, V", *names
+    for shape in LOSSES[1:5]:
+        found = (find_loss("H100/linear_cross_entropy.csv", n, shape=shape, direction="steady") for n in names.values())
+        yield of_shape(shape), *map(of_roof, found)
+
+
+def torch_kernel_rows() -> Table:
+    yield "", "ms", "peak GB", "error of dW"
+    for title, name in {
+        "quackish": "quackish", "PyTorch 2.15's kernel, chunks of 256 rows (its default)": "torch-cute-256",
+        "the same, chunks of 1024 rows": "torch-cute-1024", "the same, chunks of 4096 rows": "torch-cute-4096",
+        "PyTorch 2.11, eager": "torch", "torch.compile": "torch-compile",
+    }.items():  # fmt: skip
+        row = find_loss("H200/torch_2_15/linear_cross_entropy.csv", name, **HEADLINE)
+        yield title, ms(row), gb(row), f"{float(row['err_dweight']):.4f}"
+
+
+def _compare(file: str, lines: dict[str, list[tuple[str, dict[str, str]]]], providers: Sequence[str]) -> Table:
+    """Milliseconds and GB of some providers; a line names a provider and the rows for each."""
+    yield "", *(f"{name}: {unit}" for name in providers for unit in ("ms", "peak GB"))
+    for title, cells in lines.items():
+        found = [find_loss(file, name, **where) if name else None for name, where in cells]
+        yield title, *(cell(row) for row in found for cell in (ms, gb))
+
+
+def token_rows() -> Table:
+    where = dict(shape="16384x4096x131072")
+    lines = {
+        "gradients of the loss": ["quackish-tokens", "liger-scaled-loss", ""],
+        "gradients of the loss and the entropy": ["quackish-tokens-entropy", "liger-scaled", "torch-chunked-stats"],
+    }
+    lines = {title: [(name, where) for name in names] for title, names in lines.items()}
+    return _compare("H200/linear_cross_entropy.csv", lines, ("quackish", "Liger", "PyTorch, chunks of 256 rows"))
+
+
+def statistic_rows() -> Table:
+    forward, both = HEADLINE | {"direction": "forward"}, HEADLINE
+    lines = {
+        "loss only, no gradients": [("quackish", forward), ("", forward), ("", forward)],
+        "loss and statistics, no gradients": [
+            ("quackish-stats", forward), ("liger-scaled", forward), ("torch-chunked-stats", forward),
+        ],
+        "loss and statistics, gradients of the loss": [("quackish-stats", both), ("", both), ("", both)],
+        "loss and statistics, gradients of the loss and the entropy": [
+            ("quackish-entropy", both), ("liger-scaled", both), ("torch-chunked-stats", both),
+        ],
+    }  # fmt: skip
+    return _compare("H100/linear_cross_entropy.csv", lines, ("quackish", "Liger", "chunked PyTorch"))
+
+
+def fp32_rows() -> Table:
+    dtypes = {"fp32": "float32", "TF32": "tf32"}
+    yield "", "peak GB", *(f"{card}: {title} ms" for card in CARDS for title in dtypes)
+    for title, name in {"quackish": "quackish", "Liger": "liger", "PyTorch": "torch"}.items():
+        found = [
+            find_loss(f"{card}/linear_cross_entropy.csv", name, **HEADLINE | {"dtype": dtype})
+            for card in CARDS
+            for dtype in dtypes.values()
+        ]
+        yield title, gb(found[0]), *map(ms, found)
+
+
+def few_classes_rows() -> Table:
+    names = {
+        "quackish": "quackish", 'quackish, `reduction="none"`': "quackish-tokens",
+        'quackish, `"recompute"`': "quackish-recompute", "PyTorch, bf16 logits": "torch",
+        "PyTorch, fp32 logits": "torch-fp32",
+    }  # fmt: skip
+    yield "M", *names
+    for m in (65536, 262144, 1048576):
+        found = (find_loss("H200/linear_cross_entropy.csv", name, shape=f"{m}x512x256") for name in names.values())
+        yield f"{m:,}", *map(ms, found)
+
+
+def ignored_rows() -> Table:
+    yield "", "80 % of the rows ignored: ms", "none ignored: ms", "ratio"
+    for card in CARDS:
+        file, where = f"{card}/linear_cross_entropy.csv", HEADLINE | {"ignored": "0.8"}
+        some, none = (find_loss(file, name, **where) for name in ("quackish", "quackish (none ignored)"))
+        yield card, ms(some), ms(none), f"{float(some['median_ms']) / float(none['median_ms']):.3f}"
+
+
+def loss_host_rows() -> Table:
+    yield "", *CARDS
+    names = {
+        '`"chunked"`': "quackish", '`"stored"`': "quackish-stored", "PyTorch, eager": "torch", "QuACK": "quack",
+        "Liger": "liger",
+    }  # fmt: skip
+    for title, name in names.items():
+        found = (
+            find_loss(f"{card}/linear_cross_entropy.csv", name, shape="128x512x1024", direction="host")
+            for card in CARDS
+        )
+        yield title, *(f"{1e3 * float(row['median_ms']):.0f}" for row in found)
+
+
+def error_rows() -> Table:
+    """Least and largest errors over the shapes of the table of times."""
+    yield "", "data", *(f"{name}: {which}" for name in ("quackish", "PyTorch") for which in ("least", "largest"))
+    for column, title in {"err_loss": "loss", "err_dx": "dX", "err_dweight": "dW"}.items():
+        for data in ("normal", "confident"):
+            cells = []
+            for name in ("quackish", "torch"):
+                found = [find_loss("H200/linear_cross_entropy.csv", name, shape=s, data=data) for s in LOSSES]
+                errors = [float(row[column]) for row in found if row and row[column]]
+                cells += [f"{value:.1e}" for value in (min(errors), max(errors))]
+            yield title, {"normal": "random"}.get(data, data), *cells
+
+
+EXPERTS = {
+    "Qwen3-30B": "131072x2048x768x128", "OLMoE": "131072x2048x1024x64", "gpt-oss": "65536x2880x2880x32",
+    "Mixtral": "16384x4096x14336x8",
+}  # fmt: skip
+SPLITS = {"uniform": "normal", "Zipf": "zipf"}
+
+
+def mlp_h200(provider: str, model: str, split: str = "uniform") -> Row | None:
+    where = dict(shape=EXPERTS[model], data=SPLITS[split], direction="forward+backward")
+    return find("H200/grouped_mlp.csv", provider=provider, **where)
+
+
+def mlp_rows(times: Callable[[str, str], list[str]]) -> Table:
+    yield (
+        "model", "split", "quackish", "quackish, `recompute=True`", "PyTorch, compiled activation", "PyTorch, eager",
+        "fastest six GEMMs",
+    )  # fmt: skip
+    for model in EXPERTS:
+        for split in SPLITS:
+            yield model, split, *times(model, split)
+
+
+def mlp_h200_times(model: str, split: str) -> list[str]:
+    names = ("quackish", "quackish-recompute", "torch-compile", "torch", "six-gemms")
+    return [ms(mlp_h200(name, model, split)) for name in names]
+
+
+def mlp_h100_times(model: str, split: str) -> list[str]:
+    rows = {
+        r["provider"]: r["ms"] for r in rows_of("H100/grouped_mlp.md") if (r["model"], r["split"]) == (model, split)
+    }
+    names = ("quackish", "quackish, recompute", "torch, activation compiled", "torch, eager")
+    fastest = min(float(time) for name, time in rows.items() if name.startswith("six "))
+    return [significant(time) for time in (*(float(rows[name]) for name in names), fastest)]
+
+
+def mlp_memory_rows() -> Table:
+    names = {
+        "quackish": "quackish", "quackish, `recompute=True`": "quackish-recompute",
+        "PyTorch, compiled activation": "torch-compile", "PyTorch, eager": "torch",
+    }  # fmt: skip
+    yield "model", *names
+    for model in EXPERTS:
+        yield model, *(gb(mlp_h200(name, model)) for name in names.values())
+
+
+def mlp_target_rows() -> Table:
+    """From the verdicts of the two pages of results."""
+    yield "", *CARDS, "target"
+    pages = [(RESULTS / card / "grouped_mlp.md").read_text(encoding="utf-8") for card in CARDS]
+
+    def verdicts(pattern: str) -> list[list[str]]:
+        return [re.findall(rf": {pattern}", page) for page in pages]
+
+    ratios = [sorted(map(float, found)) for found in verdicts(r"(?:time / |over the fastest )six GEMMs: ([\d.]+)")]
+    yield "time / the fastest six GEMMs, least", *(f"{found[0]:.3f}" for found in ratios), "1.06"
+    yield "time / the fastest six GEMMs, largest", *(f"{found[-1]:.3f}" for found in ratios), "1.06"
+    means = [found[0] for found in verdicts(r"torch.* ([\d.]+) times our time on average")]
+    yield "time of PyTorch with a compiled activation / quackish, on average", *means, "1.2"
+    small = dict(shape="1024x128x128x8", direction="host")
+    h200 = (float(find("H200/grouped_mlp.csv", provider=name, **small)["median_ms"]) for name in ("quackish", "torch"))
+    h100 = map(float, verdicts(r"host time, target torch, eager's: ([\d.]+) us, target ([\d.]+) us")[1][0])
+    for name, here, there in zip(("quackish", "PyTorch, eager"), h200, h100, strict=True):
+        yield f"host time of a small call, {name}, us", f"{1e3 * here:.0f}", f"{there:.0f}", ""
+
+
+def expert_rows() -> Table:
+    yield (
+        "model", *(f"H200: {name}" for name in ("`moe_mlp`", "Transformers", "Liger")),
+        *(f"H100: {name}" for name in ("`moe_mlp`", "Transformers")),
+    )  # fmt: skip
+    for model, shape in MOE.items():
+        found = [find("H200/moe_mlp.csv", shape=shape, provider=name) for name in MOE_PROVIDERS]
+        blocks = [
+            find("H100/grouped_mlp.md", model=model, split="block", provider=name)
+            for name in ("quackish", "Transformers, F.grouped_mm")
+        ]
+        yield model, *map(ms, found), *(significant(float(row["ms"])) for row in blocks)
+
+
+MOE_PROVIDERS = ("quackish", "transformers", "liger")
+MOE = {
+    "Qwen3-30B": "16384x2048x768x128x8", "OLMoE": "16384x2048x1024x64x8", "gpt-oss": "16384x2880x2880x32x4",
+    "Mixtral": "8192x4096x14336x8x2",
+}  # fmt: skip
+
+
+def expert_memory_rows() -> Table:
+    yield "model", "`moe_mlp`", "Transformers", "Liger"
+    for model, shape in MOE.items():
+        yield model, *(gb(find("H200/moe_mlp.csv", shape=shape, provider=name)) for name in MOE_PROVIDERS)
+
+
+def attention_rows() -> Table:
+    names = {
+        "quackish, CUDA graph": "quackish, forward and backward, configs",
+        "quackish, plain calls": "quackish API, forward and backward",
+        "FlexAttention": "FlexAttention, forward and backward",
+        "memory-efficient SDPA": "memory-efficient SDPA, forward and backward",
+    }
+    yield "D", *names
+    for d in ("64", "128"):
+        section = f"Bias (B, H, L, L) in bf16 with gradient, D {d}"
+        yield d, *(find("H200/attention.md", section=section, what=name)["median"] for name in names.values())
+
+
+def sharded_rows() -> Table:
+    yield "step", "ms", "efficiency, of GPU 0", "of the slowest GPU while all run", "MB per rank"
+    for row in rows_of("H200/parallel.md"):
+        if row.get("M x H x V") == "8192x4096x128256":
+            yield row["step"], row["ms"], row["of GPU 0"], row["while all run"], row["MB"]
+
+
+def llama_rows() -> Table:
+    yield "", "eager: ms", "eager: GB", "compiled: ms", "compiled: GB"
+    names = {
+        "unpatched": "plain", "Liger's norms and head": "liger", "`apply(model)`": "quackish",
+        '`apply(model, schedule="recompute")`': "quackish-recompute",
+        "`apply(model, memory_limit=n)`, with n set to match Liger's peak": "quackish-as-liger",
+        "all of Liger's patch: rotary embedding and SwiGLU too": "liger-all",
+        "`apply(model)` and Liger's rotary embedding and SwiGLU": "quackish-and-liger",
+    }  # fmt: skip
+    for title, name in names.items():
+        rows = [find("H100/llama_step.csv", of="step", provider=name, compiled=c) for c in ("no", "layers")]
+        yield title, *(f"{float(row[column]):.1f}" for row in rows for column in ("median_ms", "peak_gb"))
+
+
+def block_rows() -> Table:
+    yield "", "eager: ms", "compiled: ms"
+    for title, name in {
+        "unpatched": "plain", "`apply(model)`": "quackish", "our norms in compiled code too": "quackish-norms"
+    }.items():  # fmt: skip
+        rows = [find("H100/llama_step.csv", of="block", provider=name, compiled=c) for c in ("no", "layers")]
+        yield title, *(f"{float(row['median_ms']):.2f}" for row in rows)
+
+
+def olmoe_rows() -> Table:
+    yield "", *(f"{card}: ms" for card in CARDS), "peak GB", "loss"
+    for name in ("plain", "apply(model)", "apply(model, experts=True)"):
+        rows = [find(f"{card}/moe_step.md", provider=name) for card in CARDS]
+        title = "unpatched" if name == "plain" else f"`{name}`"
+        yield title, *(row["ms"] for row in rows), rows[0]["peak GB"], rows[0]["loss"]
+
+
+def trl_rows() -> Table:
+    titles = ("loss", "provider", "ms", "time / TRL's", "peak GB")
+    yield titles
+    for row in rows_of("H200/trl_step.md"):
+        yield [row[title] for title in titles]
+
+
+TABLES: dict[str, page_tables.Tables] = {
+    "index": {"runs": run_rows, "misses": miss_rows},
+    "rms_norm": {
+        "h200": functools.partial(norm_rows, "H200"), "h100": functools.partial(norm_rows, "H100"),
+        "host": norm_host_rows,
+    },
+    "linear_cross_entropy": {
+        "h200": functools.partial(loss_rows, "H200"), "h100": functools.partial(loss_rows, "H100"),
+        "memory": loss_memory_rows, "schedules": schedule_rows, "steady": steady_rows, "tokens": token_rows,
+        "statistics": statistic_rows, "few classes": few_classes_rows, "ignored": ignored_rows, "fp32": fp32_rows,
+        "torch 2.15": torch_kernel_rows, "host": loss_host_rows, "errors": error_rows,
+    },
+    "grouped_mlp": {
+        "h200": functools.partial(mlp_rows, mlp_h200_times), "h100": functools.partial(mlp_rows, mlp_h100_times),
+        "targets": mlp_target_rows, "memory": mlp_memory_rows, "experts": expert_rows,
+        "expert memory": expert_memory_rows,
+    },
+    "attention": {"times": attention_rows},
+    "parallel": {"times": sharded_rows},
+    "training_steps": {"llama": llama_rows, "block": block_rows, "olmoe": olmoe_rows, "trl": trl_rows},
+}  # fmt: skip
+
+if __name__ == "__main__":
+    pages = {PAGES / f"{page}.md": tables for page, tables in TABLES.items()}
+    sys.exit(page_tables.main(__doc__, pages, Path(__file__).name))

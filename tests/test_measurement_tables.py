@@ -1,0 +1,57 @@
+"""scripts/measurement_tables.py: the tables of docs/measurements are those of benchmarks/results."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(path.stem for path in (ROOT / "docs/measurements").glob("*.md"))
+
+
+@pytest.fixture(scope="module")
+def tables():
+    sys.path.insert(0, str(ROOT / "scripts"))
+    module = importlib.import_module("measurement_tables")
+    sys.path.pop(0)
+    return module
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_tables_are_up_to_date(tables, page):
+    text = (tables.PAGES / f"{page}.md").read_text(encoding="utf-8")
+    made = tables.page_tables.with_tables(text, tables.TABLES[page], "measurement_tables.py")
+    assert made == text, "run scripts/measurement_tables.py"
+    assert text.count("<!-- begin ") == len(tables.TABLES[page])
+
+
+def test_a_table_that_is_out_of_date_fails_the_check(tables, tmp_path, monkeypatch, capsys):
+    page = tmp_path / "attention.md"
+    text = (tables.PAGES / "attention.md").read_text(encoding="utf-8")
+    page.write_text(text.replace("| 0.919 |", "| 0.918 |"), encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", ["measurement_tables.py", "--check"])
+    pages = {page: tables.TABLES["attention"]}
+    assert tables.page_tables.main("", pages, "measurement_tables.py") == 1
+    assert "out of date" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["measurement_tables.py"])
+    assert tables.page_tables.main("", pages, "measurement_tables.py") == 0
+    assert page.read_text(encoding="utf-8") == text
+
+
+def test_a_table_without_its_comments_is_an_error(tables):
+    with pytest.raises(ValueError, match=r"table times: expected .* once"):
+        tables.page_tables.with_tables("no table", tables.TABLES["attention"], "measurement_tables.py")
+
+
+def test_later_rows_replace_earlier_ones_and_failures_do_not(tables, tmp_path, monkeypatch):
+    lines = ["provider,status,note,median_ms", "a,ok,,1.0", "a,ok,,2.0", "a,out of memory,,", "a,ok,wrong,0.5"]
+    (tmp_path / "some.csv").write_text("\n".join(lines), encoding="utf-8")
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert tables.ms(tables.find("some.csv", provider="a")) == "2.00"
+    assert tables.find("some.csv", provider="b") is None and tables.ms(None) == ""
+
+
+@pytest.mark.parametrize("x, text", [(0.0894, "0.0894"), (4.585, "4.58"), (74.031, "74.0"), (1252.76, "1253")])
+def test_three_digits(tables, x, text):
+    assert tables.significant(x) == text
