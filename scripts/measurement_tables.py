@@ -388,10 +388,18 @@ def attention_rows() -> Table:
 
 
 def sharded_rows() -> Table:
-    yield "step", "ms", "efficiency, of GPU 0", "of the slowest GPU while all run", "MB per rank"
-    for row in rows_of("H200/parallel.md"):
-        if row.get("M x H x V") == "8192x4096x128256":
-            yield row["step"], row["ms"], row["of GPU 0"], row["while all run"], row["MB"]
+    yield "step", "ms", "efficiency, of GPU 0", "of GPU 1", "MB per rank"
+    file, shape = "H200/parallel.md", "8192x4096x128256"
+    alone = find(file, section=f"{shape}, TP 2: ms per GPU", **{"": "quackish, one GPU alone"})
+    for title, step in {
+        "sharded": "quackish", "`deterministic=True`": "quackish, deterministic",
+        "`sequence_parallel=True`": "quackish, sequence_parallel", '`schedule="recompute"`': "quackish, recompute",
+        "PyTorch's `loss_parallel`": "PyTorch, loss_parallel",
+        "Liger's tensor-parallel head, its PyTorch path": "liger, tp (its PyTorch path; the native one takes NVSHMEM)",
+    }.items():  # fmt: skip
+        row = find(file, step=step, **{"M x H x V": shape})
+        of_gpu = (f"{float(alone[gpu]) / (2 * float(row['ms'])):.3f}" for gpu in ("GPU 0", "GPU 1"))
+        yield title, row["ms"], *of_gpu, row["MB"]
 
 
 def llama_rows() -> Table:
