@@ -35,10 +35,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return link[0]  # mkdocs reports it
         path = target.relative_to(ROOT).as_posix()
         in_site = path.removeprefix("docs/")
-        if files.get_file_from_path(in_site):
+        file = files.get_file_from_path(in_site)
+        if file and file.inclusion.is_included():
             path = posixpath.relpath(in_site, posixpath.dirname(page.file.src_uri) or ".")
         else:
-            path = f"{config.repo_url}/blob/main/{path}"
+            path = f"{config.extra['repository']}/blob/main/{path}"
         return f"]({path}{link['anchor'] or ''})"
 
     return LINK.sub(rewritten, markdown)

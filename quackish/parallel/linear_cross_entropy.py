@@ -131,8 +131,9 @@ def linear_cross_entropy(
             (nothing). "auto" chooses between them as with `reduction="none"`. "chunked" runs "recompute".
 
     Raises:
-        As `quackish.linear_cross_entropy`. At the first call with new arguments, ValueError on all ranks if shapes,
-        dtypes or options differ between ranks.
+        ValueError: on all ranks at the first call with new arguments, if shapes, dtypes or options differ between ranks.
+
+    It also raises what `quackish.linear_cross_entropy` raises.
     """
     inputs: Inputs = make_inputs(
         input, weight_shard, target, linear_bias=linear_bias, weight=weight, logit_scale=logit_scale,
