@@ -1,4 +1,4 @@
-"""Writes the tables of docs/measurements from benchmarks/results, where each measured value is recorded.
+"""Writes the tables of docs/ that have measurements, from benchmarks/results, where each value is recorded.
 
 python scripts/measurement_tables.py            # writes the pages
 python scripts/measurement_tables.py --check    # exit status 1 if a table is out of date
@@ -16,7 +16,7 @@ import page_tables
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
-PAGES = ROOT / "docs/measurements"
+DOCS = ROOT / "docs"
 CARDS = ("H200", "H100")
 
 Row = dict[str, str]
@@ -97,7 +97,7 @@ def miss_rows() -> Table:
     for file in sorted(RESULTS.rglob("*.md")):
         name = file.relative_to(RESULTS).as_posix()
         for miss in re.findall(r"^- FAIL: (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE):
-            yield f"[{name}](../../benchmarks/results/{name})", name.partition("/")[0], miss
+            yield f"[{name}](../../benchmarks/results/{name})", ", ".join(re.findall(r"^H[12]00", name)), miss
 
 
 NORMS = [f"{m}x{n}" for m in (4096, 65536) for n in (256, 1024, 4096, 8192)]
@@ -440,28 +440,36 @@ def trl_rows() -> Table:
         yield [row[title] for title in titles]
 
 
+def first_call_rows() -> Table:
+    yield "", "compiled: seconds", "loaded: seconds"
+    for op in ("rms_norm", "linear_cross_entropy"):
+        rows = [find("first_use.md", first=op, cache=cache) for cache in ("cold", "warm")]
+        yield f"`{op}`", *(significant(float(row["seconds"]), 2) for row in rows)
+
+
 TABLES: dict[str, page_tables.Tables] = {
-    "index": {"runs": run_rows, "misses": miss_rows},
-    "rms_norm": {
+    "faq.md": {"first calls": first_call_rows},
+    "measurements/index.md": {"runs": run_rows, "misses": miss_rows},
+    "measurements/rms_norm.md": {
         "h200": functools.partial(norm_rows, "H200"), "h100": functools.partial(norm_rows, "H100"),
         "host": norm_host_rows,
     },
-    "linear_cross_entropy": {
+    "measurements/linear_cross_entropy.md": {
         "h200": functools.partial(loss_rows, "H200"), "h100": functools.partial(loss_rows, "H100"),
         "memory": loss_memory_rows, "schedules": schedule_rows, "steady": steady_rows, "tokens": token_rows,
         "statistics": statistic_rows, "few classes": few_classes_rows, "ignored": ignored_rows, "fp32": fp32_rows,
         "torch 2.15": torch_kernel_rows, "host": loss_host_rows, "errors": error_rows,
     },
-    "grouped_mlp": {
+    "measurements/grouped_mlp.md": {
         "h200": functools.partial(mlp_rows, mlp_h200_times), "h100": functools.partial(mlp_rows, mlp_h100_times),
         "targets": mlp_target_rows, "memory": mlp_memory_rows, "experts": expert_rows,
         "expert memory": expert_memory_rows,
     },
-    "attention": {"times": attention_rows},
-    "parallel": {"times": sharded_rows},
-    "training_steps": {"llama": llama_rows, "block": block_rows, "olmoe": olmoe_rows, "trl": trl_rows},
+    "measurements/attention.md": {"times": attention_rows},
+    "measurements/parallel.md": {"times": sharded_rows},
+    "measurements/training_steps.md": {"llama": llama_rows, "block": block_rows, "olmoe": olmoe_rows, "trl": trl_rows},
 }  # fmt: skip
 
 if __name__ == "__main__":
-    pages = {PAGES / f"{page}.md": tables for page, tables in TABLES.items()}
+    pages = {DOCS / page: tables for page, tables in TABLES.items()}
     sys.exit(page_tables.main(__doc__, pages, Path(__file__).name))

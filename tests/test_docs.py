@@ -137,6 +137,21 @@ def test_links_and_names_exist(page):
     assert missing == []
 
 
+def test_the_site_has_every_page():
+    listed = re.findall(r": ([\w/]+\.md)$", text_of("mkdocs.yml").split("\nnav:\n")[1], re.MULTILINE)
+    assert sorted(f"docs/{page}" for page in listed) == DOCS
+
+
+@pytest.mark.parametrize("module", ["quackish", "quackish.parallel", "quackish.testing", "quackish.emulator"])
+def test_the_reference_has_every_public_name(module):
+    listed = [name for page in DOCS for name in re.findall(r"^::: ([\w.]+)$", text_of(page), re.MULTILINE)]
+    assert len(listed) == len(set(listed))
+    public = [getattr(importlib.import_module(module), name) for name in importlib.import_module(module).__all__]
+    places = [name.rpartition(".") for name in listed if not name.startswith("quackish.integrations.")]
+    documented = [getattr(importlib.import_module(place), name) for place, _, name in places]
+    assert [each for each in public if isinstance(each, type | types.FunctionType) and each not in documented] == []
+
+
 def test_readme_is_short_and_has_the_commands():
     text = text_of("README.md")
     assert len(text.split()) <= MOST_WORDS
