@@ -128,8 +128,8 @@ LOSSES = [
     "65536x4096x128256",
 ]  # fmt: skip
 LOSS_PROVIDERS = {
-    "quackish": "quackish", "QuACK, fastest": "quack*", "Liger": "liger", "cut-cross-entropy": "cce",
-    "torch.compile": "torch-compile", "PyTorch": "torch",
+    "quackish": "quackish", '`"recompute"`': "quackish-recompute", "QuACK, fastest": "quack*", "Liger": "liger",
+    "cut-cross-entropy": "cce", "torch.compile": "torch-compile", "PyTorch": "torch",
 }  # fmt: skip
 HEADLINE = dict(shape="8192x4096x128256", data="normal", ignored="0.0")
 BOTH_WAYS = dict(data="normal", ignored="0.0", direction="forward+backward")
