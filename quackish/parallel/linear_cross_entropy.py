@@ -131,7 +131,7 @@ def linear_cross_entropy(
             (nothing). "auto" chooses between them as with `reduction="none"`. "chunked" runs "recompute".
 
     Raises:
-        ValueError: on all ranks at the first call with new arguments, if shapes, dtypes or options differ between ranks.
+        ValueError: shapes, dtypes or options differ between ranks. At the first call with them, all ranks raise.
 
     It also raises what `quackish.linear_cross_entropy` raises.
     """
