@@ -25,7 +25,7 @@ try:
     from matplotlib.figure import Figure
     from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-    from quackish.bench.plots import color_of
+    from quackish.bench.looks import color_of
     from quackish.cli.parser import output_folder
     from quackish.integrations.transformers import apply
     from train_lm import read_text, smooth, tokenize

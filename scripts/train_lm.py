@@ -39,7 +39,7 @@ try:
     import quackish
     from lm_model import QUACKISH, TORCH, TORCH_FP32, LanguageModel, Ops
     from quackish.bench.console import end_on_sigterm, progress
-    from quackish.bench.plots import color_of
+    from quackish.bench.looks import color_of
     from quackish.cli.parser import output_folder, positive
     from quackish.profiling import text_table
 except ImportError as error:

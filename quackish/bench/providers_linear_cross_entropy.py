@@ -174,6 +174,7 @@ MAIN = (
 # chunks of 8192 and 16384 rows are a single chunk.
 _STATISTICS = (STATS, ENTROPY, "liger-scaled", "torch-chunked-stats")
 PER_TOKEN = (TOKENS, TOKENS_ENTROPY, "liger-scaled", "liger-scaled-loss", "torch-chunked-stats")
+MORE_OUTPUTS = tuple(dict.fromkeys((*_STATISTICS, *PER_TOKEN)))
 _NOT_LONG = (f"{OURS}-stored", f"{OURS}-chunked", "torch-fp32", *_STATISTICS, *PER_TOKEN)
 LONG = tuple(n for n in PROVIDERS if n not in _NOT_LONG)
 ALL = tuple(

@@ -31,6 +31,7 @@ class Bench:
         default_factory=lambda: {"forward": "forward", "backward": "forward+backward"}
     )
     main: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)  # {direction: providers}; default: all
+    more_outputs: tuple[str, ...] = ()  # providers that compute other outputs too
     variants: str = "(?!)"  # a regular expression that matches further names of providers
     section_per_cell: bool = False  # with time against memory; else a table of all shapes
 
@@ -89,6 +90,7 @@ BENCHES = {
             load=lce.load,
             measure=measure_linear_cross_entropy.measure,
             main={"forward": lce.LOSS, "forward+backward": lce.MAIN},
+            more_outputs=lce.MORE_OUTPUTS,
             variants=r"quackish-(chunked|recompute)-[1-9]\d*",
             section_per_cell=True,
         ),
