@@ -59,40 +59,35 @@ def _candidates() -> list[Place]:
 
 
 def find_places(
-    dots: Mapping[str, Dot], sizes: Mapping[str, Dot], texts: Sequence[Box], lines: Sequence[Box], frame: Box
+    dots: Mapping[str, Dot], sizes: Mapping[str, Dot], taken: Sequence[Box], frame: Box
 ) -> dict[str, Place]:
     """The places of the labels inside `frame`, by name, in pixels. Labels are placed in many orders; the best counts.
 
-    Lines from labels to points cross no label and none of `texts`, but may cross `lines`. A label without a free place
-    is absent. The same arguments give the same places.
+    A label covers nothing in `taken`, but its line to the point may cross it. A label without a free place is absent.
+    The same arguments give the same places.
     """
     marks = [Box(x - SIZE, y - SIZE, x + SIZE, y + SIZE) for x, y in dots.values()]
     fitting = {
         name: [
             place
             for place in _candidates()
-            if (area := place.area(dot, sizes[name])).within(frame)
-            and not any(map(area.meets, (*marks, *texts, *lines)))
+            if (area := place.area(dot, sizes[name])).within(frame) and not any(map(area.meets, (*marks, *taken)))
         ]
         for name, dot in dots.items()
     }
     rng, names, tried = random.Random(0), list(dots), []
     for _ in range(ORDERS):
-        tried.append(_in_order(names, dots, sizes, fitting, texts))
+        tried.append(_in_order(names, dots, sizes, fitting))
         rng.shuffle(names)
     return min(tried, key=lambda places: sum(places[name].cost if name in places else 1e3 for name in dots))
 
 
 def _in_order(
-    names: Sequence[str],
-    dots: Mapping[str, Dot],
-    sizes: Mapping[str, Dot],
-    fitting: Mapping[str, Sequence[Place]],
-    texts: Sequence[Box],
+    names: Sequence[str], dots: Mapping[str, Dot], sizes: Mapping[str, Dot], fitting: Mapping[str, Sequence[Place]]
 ) -> dict[str, Place]:
     """Each label in turn at its nearest free place."""
     places: dict[str, Place] = {}
-    written = list(texts)
+    written: list[Box] = []
     for name in names:
         for place in fitting[name]:
             area, line = place.area(dots[name], sizes[name]), place.line(dots[name])

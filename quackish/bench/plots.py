@@ -141,15 +141,15 @@ def _label(ax: Any, points: Mapping[str, Point]) -> None:
     texts = {name: f"{titles[name]}\n{_short(ms)} ms, {_short(gb)} GB" for name, (ms, gb) in points.items()}
     looks = {n: dict(color=colors[n], fontweight="bold" if is_ours(n) else "normal") for n in points}
     dots = {name: tuple(ax.transData.transform((gb, ms))) for name, (ms, gb) in points.items()}
-    covered = [Box(*text.get_window_extent().extents) for text in ax.texts]
     ends = [line.get_transform().transform(line.get_xydata()) for line in ax.lines]
-    lines = [Box(x0 - 2, y0 - 2, x1 + 2, y1 + 2) for (x0, y0), (x1, y1) in ends]
+    taken = [Box(x0 - 2, y0 - 2, x1 + 2, y1 + 2) for (x0, y0), (x1, y1) in ends]
+    taken += [Box(*text.get_window_extent().extents) for text in ax.texts]
     sizes = {}
     for name, text in texts.items():
         trial = ax.annotate(text, (0.5, 0.5), xycoords="axes fraction", **looks[name])
         sizes[name] = trial.get_window_extent().size
         trial.remove()
-    for name, place in find_places(dots, sizes, covered, lines, Box(*ax.bbox.extents)).items():
+    for name, place in find_places(dots, sizes, taken, Box(*ax.bbox.extents)).items():
         at: dict[str, Any] = dict(xy=points[name][::-1], textcoords="offset points")
         at["xytext"] = place.dx * points_per_pixel, place.dy * points_per_pixel
         ax.annotate(texts[name], ha=place.ha, va=place.va, **at, **looks[name])
