@@ -13,9 +13,8 @@ PAGES = sorted((ROOT / "docs/measurements").glob("*.md")) + [ROOT / "docs/faq.md
 @pytest.fixture(scope="module")
 def tables():
     sys.path.insert(0, str(ROOT / "scripts"))
-    module = importlib.import_module("measurement_tables")
+    yield importlib.import_module("measurement_tables")
     sys.path.pop(0)
-    return module
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -37,6 +36,13 @@ def test_a_table_that_is_out_of_date_fails_the_check(tables, tmp_path, monkeypat
     monkeypatch.setattr(sys, "argv", ["measurement_tables.py"])
     assert tables.page_tables.main("", pages, "measurement_tables.py") == 0
     assert page.read_text(encoding="utf-8") == text
+
+
+def test_tables_of_the_readme_are_up_to_date(tables):
+    readme_tables = importlib.import_module("readme_tables")
+    text = readme_tables.PAGE.read_text(encoding="utf-8")
+    made = tables.page_tables.with_tables(text, readme_tables.TABLES, "readme_tables.py")
+    assert made == text, "run scripts/readme_tables.py"
 
 
 def test_a_table_without_its_comments_is_an_error(tables):

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,19 +126,19 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:#.3g}".rstrip(".")
 
 
-def _titles(names: Collection[str]) -> dict[str, str]:
-    """For the one setting that is shown of a library, the library's name; PyTorch's settings are always named."""
-    shown = Counter(map(library, names))
+def labels_of(points: Mapping[str, Point]) -> dict[str, str]:
+    """Names and numbers. If one setting of a library is shown, its name is the library's, but for PyTorch."""
+    shown = Counter(map(library, points))
     alone = [
-        name for name in names if shown[library(name)] == 1 and library(name) in LOOKS and library(name) != "torch"
+        name for name in points if shown[library(name)] == 1 and library(name) in LOOKS and library(name) != "torch"
     ]
-    return {name: title_of(library(name) if name in alone else name) for name in names}
+    titles = {name: title_of(library(name) if name in alone else name) for name in points}
+    return {name: f"{titles[name]}\n{_short(ms)} ms, {_short(gb)} GB" for name, (ms, gb) in points.items()}
 
 
 def _label(ax: Any, points: Mapping[str, Point]) -> None:
     """Writes each point's name and numbers near it, with a line to the point if that is not close."""
-    titles, colors, points_per_pixel = _titles(points), colors_of(points), 72 / ax.figure.dpi
-    texts = {name: f"{titles[name]}\n{_short(ms)} ms, {_short(gb)} GB" for name, (ms, gb) in points.items()}
+    texts, colors, points_per_pixel = labels_of(points), colors_of(points), 72 / ax.figure.dpi
     looks = {n: dict(color=colors[n], fontweight="bold" if is_ours(n) else "normal") for n in points}
     dots = {name: tuple(ax.transData.transform((gb, ms))) for name, (ms, gb) in points.items()}
     ends = [line.get_transform().transform(line.get_xydata()) for line in ax.lines]

@@ -1,0 +1,107 @@
+"""Writes the tables of README.md from the CSV files in benchmarks/results.
+
+python scripts/readme_tables.py            # writes README.md
+python scripts/readme_tables.py --check    # exit status 1 if a table is out of date
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import page_tables
+from measurement_tables import MOE, RESULTS, ROOT, Table, find, significant
+from quackish.bench.cells import OURS, Cell, is_ours, library
+from quackish.bench.looks import title_of
+from quackish.bench.results import Results, read_rows
+
+PAGE = ROOT / "README.md"
+
+
+class Time(NamedTuple):
+    ms: float
+    gb: float
+    name: str = ""
+
+
+Times = tuple[Time, Time, Time | None]  # ours, the fastest other library, PyTorch
+
+
+@functools.cache
+def results_of(card: str, op: str) -> Results:
+    return Results(read_rows(RESULTS / f"{card}/{op}.csv"))
+
+
+def operation(card: str, cell: Cell, ours: str = OURS, same_memory: bool = False) -> Times:
+    """`same_memory`: of other libraries only what needs no more memory than ours, and nothing of PyTorch."""
+    results = results_of(card, cell.op)
+    points = {n: p for n, p in results.points(cell).items() if n not in results.bench.more_outputs}
+    points = {n: p for n, p in points.items() if not results.is_wrong(cell, n)}
+    mine = Time(*points[ours])
+    pytorch = [Time(*p) for n, p in points.items() if library(n) in ("torch", "transformers")]
+    others = [n for n in points if not is_ours(n) and library(n) not in ("torch", "transformers")]
+    others = [Time(*points[n], title_of(library(n))) for n in others]
+    if same_memory:
+        return mine, min(time for time in others if time.gb <= mine.gb), None
+    return mine, min(others), min(pytorch)
+
+
+def llama_step(card: str, compiled: str) -> Times:
+    names = {"quackish": "", "liger": "Liger, norms and head", "liger-all": "Liger, whole patch", "plain": ""}
+    found = {name: find(f"{card}/llama_step.csv", of="step", provider=name, compiled=compiled) for name in names}
+    times = {n: Time(float(row["median_ms"]), float(row["peak_gb"]), names[n]) for n, row in found.items()}
+    return times["quackish"], min(times["liger"], times["liger-all"]), times["plain"]
+
+
+def loss(*shape: int) -> Cell:
+    return Cell("linear_cross_entropy", shape, "bfloat16", "forward+backward")
+
+
+def norm(*shape: int) -> Cell:
+    return Cell("rms_norm", shape, "bfloat16", "backward")
+
+
+def experts(model: str) -> Cell:
+    return Cell("moe_mlp", tuple(map(int, MOE[model].split("x"))), "bfloat16", "forward+backward")
+
+
+def rows_of(card: str) -> dict[str, Callable[[], Times]]:
+    """By title of a row."""
+    of = functools.partial(functools.partial, operation, card)
+    rows = {
+        "cross entropy, 4096 x 2048 x 32,000": of(loss(4096, 2048, 32000)),
+        "cross entropy, 8192 x 4096 x 128,256": of(loss(8192, 4096, 128256)),
+        'the same, `schedule="recompute"`': of(loss(8192, 4096, 128256), f"{OURS}-recompute", same_memory=True),
+        "RMSNorm, backward alone, 4096 x 4096": of(norm(4096, 4096)),
+    }
+    if card == "H200":
+        rows["experts of Qwen3-30B, 16,384 tokens"] = of(experts("Qwen3-30B"))
+        rows["experts of Mixtral, 8192 tokens"] = of(experts("Mixtral"))
+    if card == "H100":
+        rows["1B Llama, a training step"] = functools.partial(llama_step, card, "no")
+        rows["the same, layers compiled"] = functools.partial(llama_step, card, "layers")
+    return rows
+
+
+def in_units(value: float, small: str, large: str) -> str:
+    """`value` is in the large unit, a thousand times the small one."""
+    return f"{significant(value)} {large}" if value >= 1 else f"{significant(1e3 * value)} {small}"
+
+
+def table(card: str) -> Table:
+    yield card, "ours", "best other library", "PyTorch", "memory: ours", "other library", "PyTorch"
+    for title, times_of in rows_of(card).items():
+        times = times_of()
+        cells, best = [], min(time.ms for time in times if time)
+        for time in times:
+            text = in_units(time.ms, "us", "ms") if time else ""
+            text = f"**{text}**" if time and time.ms == best else text
+            cells.append(f"{text}, {time.name}" if time and time.name else text)
+        yield title, *cells, *(in_units(time.gb, "MB", "GB") if time else "" for time in times)
+
+
+TABLES: page_tables.Tables = {card: functools.partial(table, card) for card in ("H100", "H200")}
+
+if __name__ == "__main__":
+    sys.exit(page_tables.main(__doc__, {PAGE: TABLES}, Path(__file__).name))
