@@ -90,7 +90,7 @@ def in_units(value: float, small: str, large: str) -> str:
 
 
 def table(card: str) -> Table:
-    yield card, "ours", "best other library", "PyTorch", "memory: ours", "other library", "PyTorch"
+    yield card, "ours", "best other library", "PyTorch", "memory: ours", "memory: other", "memory: PyTorch"
     for title, times_of in rows_of(card).items():
         times = times_of()
         cells, best = [], min(time.ms for time in times if time)
