@@ -7,7 +7,7 @@ from quackish import interrupt  # noqa: F401  # before torch is imported
 from quackish._version import __version__
 from quackish.configs.choose import config
 from quackish.emulation import emulate
-from quackish.errors import UnsupportedError
+from quackish.errors import PortablePathWarning, UnsupportedError
 from quackish.ops.attention import scaled_dot_product_attention
 from quackish.ops.device import use_unverified_kernels
 from quackish.ops.grouped_mlp import grouped_mlp, grouped_mm, moe_mlp
@@ -18,6 +18,7 @@ from quackish.profiling import profile
 __all__ = [
     "LinearCrossEntropyLoss",
     "LinearCrossEntropyStats",
+    "PortablePathWarning",
     "RMSNorm",
     "UnsupportedError",
     "__version__",
@@ -34,15 +35,21 @@ __all__ = [
     "scaled_dot_product_attention",
     "use_unverified_kernels",
 ]
-
+_MODULES = "emulator", "integrations", "parallel", "testing", "types"  # public too, and loaded when they are used
 
 if TYPE_CHECKING:
+    from quackish import emulator as emulator
     from quackish import integrations as integrations
     from quackish import parallel as parallel
     from quackish import testing as testing
+    from quackish import types as types
 else:
 
     def __getattr__(name: str):
-        if name in ("integrations", "parallel", "testing"):  # loaded when they are used
+        if name in _MODULES:
             return importlib.import_module(f"quackish.{name}")
         raise AttributeError(f"module 'quackish' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:  # completion and "did you mean" show what is public
+    return [*__all__, *_MODULES]

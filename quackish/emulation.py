@@ -6,11 +6,11 @@ import ctypes
 import functools
 import tempfile
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
-from quackish.errors import UnsupportedError, did_you_mean
+from quackish.errors import UnsupportedError, describe, did_you_mean
 from quackish.gpu import NAMED, Gpu
 from quackish.launch import cache, objects
 from quackish.launch.compile import Request, compile_kernel, lock
@@ -22,13 +22,12 @@ if TYPE_CHECKING:
     from quackish import emulator
 
 _OPTIONS = "--keep-ptx --generate-line-info"
+_Completion = Literal["at_once", "late"]
 _POISON = 0xFF  # in all bytes of new memory: NaN as a floating-point number
 
 
 @contextlib.contextmanager
-def emulate(
-    gpu: str | Gpu = "h200", completion: Literal["at_once", "late"] = "late", seed: int = 0
-) -> Iterator["emulator.Report"]:
+def emulate(gpu: str | Gpu = "h200", completion: _Completion = "late", seed: int = 0) -> Iterator["emulator.Report"]:
     """Inside the block, calls on CPU tensors run the kernels of `gpu` in an emulator of its instructions.
 
         with quackish.emulate(gpu="b200") as report:
@@ -61,6 +60,13 @@ def emulate(
                 f"{did_you_mean(gpu, NAMED)}"
             )
         gpu = NAMED[gpu.lower()]
+    if not isinstance(gpu, Gpu):
+        raise TypeError(
+            f"quackish.emulate: gpu is {describe(gpu)}; expected a quackish.gpu.Gpu or one of {', '.join(NAMED)}"
+        )
+    if completion not in get_args(_Completion):
+        known = " or ".join(map(repr, get_args(_Completion)))
+        raise ValueError(f"quackish.emulate: completion is {completion!r}; expected {known}")
     with emulator.record(completion, seed, how) as report:
         kernel_for = functools.partial(_kernel_for, contextvars.copy_context())
         device = Device(gpu, kernel_for, _empty, _stream, _new_workspace, must_cover=True)

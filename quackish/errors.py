@@ -3,7 +3,8 @@
 import difflib
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from typing import Any
 
 
 class UnsupportedError(NotImplementedError):  # a RuntimeError; DTensor re-raises NotImplementedError unchanged
@@ -11,7 +12,11 @@ class UnsupportedError(NotImplementedError):  # a RuntimeError; DTensor re-raise
 
 
 class PortablePathWarning(UserWarning):
-    """The portable PyTorch path runs although the caller could expect a kernel."""
+    """Something runs on plain PyTorch although the caller could expect a kernel. See docs/portable_path.md.
+
+    Each reason is given once per process. `warnings.simplefilter("ignore", quackish.PortablePathWarning)` silences
+    them, "error" turns them into exceptions, and `backend="cute"` makes one call raise `UnsupportedError` instead.
+    """
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
@@ -19,6 +24,28 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
     names = {name.lower(): name for name in known}
     close = [names[match] for match in difflib.get_close_matches(given.lower(), names)]
     return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def describe(value: Any) -> str:
+    """A wrong argument, for a message: "'x', a str", "an int", "a list" or "None"."""
+    if value is None:
+        return "None"
+    kind = a(type(value))
+    return f"{value!r}, {kind}" if isinstance(value, (bool, int, float, str)) else kind
+
+
+def a(kind: Any) -> str:
+    """The name of a type with its article: "an int"."""
+    name = f"numpy.{kind.__name__}" if kind.__module__ == "numpy" else kind.__name__
+    return f"{'an' if name[:1] in 'aeiouAEIO' else 'a'} {name}"
+
+
+def refuse_unknown(who: str, options: Iterable[str], known: Collection[str]) -> None:
+    """TypeError for an option that `who` does not have, instead of one that names a function it calls."""
+    for name in options:
+        if name not in known:
+            expected = f"one of {', '.join(known)}{did_you_mean(name, known)}"
+            raise TypeError(f"{who} has no option {name!r}; expected {expected}")
 
 
 _warned: set[str] = set()

@@ -176,7 +176,7 @@ def test_gpus_by_name_and_with_fewer_sms():
 def test_wrong_arguments():
     with pytest.raises(ValueError, match=r"quackish.emulate: gpu is 'h20'; .* did you mean"), quackish.emulate("h20"):
         pass
-    with pytest.raises(ValueError, match="completion: 'never'; expected one of 'at_once', 'late'"):
+    with pytest.raises(ValueError, match=r"quackish.emulate: completion is 'never'; expected 'at_once' or 'late'"):
         with quackish.emulate(completion="never"):
             pass
 

@@ -107,7 +107,7 @@ def test_gpus():
         known = quackish.gpu.NAMED[name]
         assert {field: getattr(known, field) for field in vars(gpu)} == vars(gpu)
         assert gpus.find(known) is known
-    with pytest.raises(ValueError, match="gpu: 'h900'; expected one of h100, h200, b200, b300"):
+    with pytest.raises(ValueError, match="gpu is 'h900'; expected one of h100, h200, b200, b300"):
         gpus.find("h900")
     with pytest.raises(TypeError, match="lacks smem_bytes, "):
         gpus.find(type("Mine", (), dict(name="mine", target="sm_90a", sm_count=1))())

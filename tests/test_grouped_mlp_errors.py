@@ -34,7 +34,7 @@ WRONG = {
     "w2 is torch.float64; expected torch.float32, as x is": dict(w2=torch.zeros(E, H, I, dtype=FP64)),
     "scales is torch.bool; expected bfloat16": dict(scales=torch.zeros(R, dtype=torch.bool)),
     "activation is 'swigl'; expected one of .*; did you mean swiglu": dict(activation="swigl"),
-    "recompute is a int; expected True or False": dict(recompute=1),
+    "recompute is 1, an int; expected True or False": dict(recompute=1),
     "backend is 'cuda'; expected one of 'auto'": dict(backend="cuda"),
     r"grad_w1_out is \(3, 2, 4\) .* expected \(3, 4, 4\)": dict(grad_w1_out=torch.zeros(E, I, H)),
     "grad_w2_out is torch.float16; expected torch.float32 or w2's": dict(grad_w2_out=torch.zeros(E, H, I, dtype=FP16)),

@@ -68,7 +68,8 @@ LAYERS = {
     "parallel": Layer(quackish="errors configs reference ops types", outside="torch typing_extensions"),
     "interrupt": Layer(),
     "__init__": Layer(
-        quackish="_version emulation errors interrupt ops configs profiling", lazy="integrations parallel testing"
+        quackish="_version emulation errors interrupt ops configs profiling",
+        lazy="emulator integrations parallel testing types",
     ),
     "__main__": Layer(quackish="_version cli interrupt"),
 }

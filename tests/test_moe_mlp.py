@@ -330,15 +330,15 @@ WRONG = {
     r"top_k_weights is \(40, 2\); expected top_k_index's \(40, 3\)": dict(weights=torch.zeros(T, 2)),
     r"top_k_weights is torch.int64; expected bfloat16": dict(weights=torch.zeros(T, K, dtype=torch.int64)),
     r"top_k_index is on meta but x is on cpu": dict(index=torch.zeros(T, K, device="meta")),
-    r"w2 is \(5, 24\); expected \(E, H, I\)": dict(w2=torch.zeros(E, H)),
-    r"grouped_mlp: w1 is \(5, 30, 24\)": dict(w1=torch.zeros(E, 30, H)),
+    r"w2 is \(5, 24\) but x is \(40, 24\); expected \(E, 24, I\)": dict(w2=torch.zeros(E, H)),
+    r"w1 is \(5, 30, 24\) but x is \(40, 24\)": dict(w1=torch.zeros(E, 30, H)),
 }
 
 
 @pytest.mark.parametrize("message", WRONG)
 def test_wrong_arguments(message):
     names = ("x", "index", "weights", "w1", "w2")
-    with pytest.raises((ValueError, TypeError), match=message):
+    with pytest.raises((ValueError, TypeError), match=f"moe_mlp: {message}"):
         quackish.moe_mlp(*(dict(zip(names, make(), strict=True)) | WRONG[message]).values())
     with pytest.raises(TypeError, match=r"moe_mlp\(\) got an unexpected keyword argument 'scales'"):
         quackish.moe_mlp(*make(), scales=torch.ones(T * K))

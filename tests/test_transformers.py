@@ -418,7 +418,7 @@ def forward_of_liger(self, input_ids):
 
 
 REFUSED = {
-    "head": (lambda m: setattr(m, "lm_head", nn.Identity()), "lm_head is a Identity, expected a torch.nn.Linear"),
+    "head": (lambda m: setattr(m, "lm_head", nn.Identity()), "lm_head is an Identity, expected a torch.nn.Linear"),
     "wrapped head": (
         lambda m: setattr(m, "lm_head", Temperature(m.lm_head)),
         "lm_head is a Temperature, expected a torch.nn.Linear",
@@ -487,7 +487,7 @@ def test_wrong_models(name):
 
 @pytest.mark.parametrize("function", [apply, report, revert])
 def test_what_is_no_module(function):
-    with pytest.raises(TypeError, match=rf"{function.__name__}: model is a str, expected a torch.nn.Module"):
+    with pytest.raises(TypeError, match=rf"{function.__name__}: model is 'meta-llama.*, a str, expected .*: load it"):
         function("meta-llama/Llama-3.2-1B")
 
 

@@ -194,7 +194,7 @@ def grouped_mlp(op: Operation, args: Args, gpu: Gpu, passes: tuple[str, ...]) ->
     """Eager mode."""
     inputs = checks.Inputs(*map(args.get, checks.Inputs._fields))
     activation, recompute = args.get("activation", "swiglu"), args.get("recompute", False)
-    checks.check_mlp(inputs, activation, recompute, "cute")
+    checks.check_mlp("grouped_mlp", inputs, activation, recompute, "cute")
     experts, _, i = inputs.w2.shape
     if why := kernel_steps.why_unsupported("grouped_mlp", inputs.x, i, experts):
         raise UnsupportedError(why)

@@ -22,7 +22,7 @@ from quackish.configs import (
     table,
     token_rows,
 )
-from quackish.errors import warn_once
+from quackish.errors import a, describe, did_you_mean, warn_once
 from quackish.gpu import FAMILIES, Gpu
 
 
@@ -206,7 +206,9 @@ def changing() -> Iterator[None]:
 
 def _check(name: str, changes: Any) -> None:
     if name not in NAMES:
-        raise ValueError(f"quackish.config: no kernel {name!r}; expected one of {', '.join(NAMES)}")
+        raise ValueError(
+            f"quackish.config: no kernel {name!r}; expected one of {', '.join(NAMES)}{did_you_mean(name, NAMES)}"
+        )
     classes = dict.fromkeys(rule.config for rule in RULES[NAMES[name]].values())
     reasons = [_why_unfit(changes, config_class) for config_class in classes]
     if all(reasons):  # not for the config of any GPU family
@@ -218,18 +220,14 @@ def _why_unfit(changes: Any, config_class: type) -> str | None:
     if isinstance(changes, config_class):
         changes = {field.name: getattr(changes, field.name) for field in dataclasses.fields(config_class)}
     if not isinstance(changes, dict):
-        return f" is {_a(type(changes))}; expected a dict of fields, or {_a(config_class)}"
+        return f" is {describe(changes)}; expected a dict of fields, or {a(config_class)}"
     fields = {field.name: field.type for field in dataclasses.fields(config_class)}
     for field, value in changes.items():
         if field not in fields:
-            return f" has no field {field!r}; expected one of {', '.join(fields)}"
+            return f" has no field {field!r}; expected one of {', '.join(fields)}{did_you_mean(str(field), fields)}"
         if type(value) is not fields[field]:
-            return f": {field} is {value!r}, {_a(type(value))}; expected {_a(fields[field])}"
+            return f": {field} is {describe(value)}; expected {a(fields[field])}"
     return None
-
-
-def _a(kind: Any) -> str:
-    return f"{'an' if kind is int else 'a'} {kind.__name__}"
 
 
 def reload() -> None:

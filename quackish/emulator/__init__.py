@@ -44,6 +44,11 @@ __all__ = [
     "replace_cuda",
 ]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 _report: contextvars.ContextVar[Report | None] = contextvars.ContextVar("report", default=None)
 
 
@@ -56,7 +61,9 @@ def record(completion: str = "at_once", seed: Any = 0, how_to_repeat: str = "") 
     how_to_repeat: code or a command that repeats the block, for faults
     """
     if completion not in COMPLETIONS:
-        raise ValueError(f"completion: {completion!r}; expected one of {', '.join(map(repr, COMPLETIONS))}")
+        raise ValueError(
+            f"emulator.record: completion is {completion!r}; expected one of {', '.join(map(repr, COMPLETIONS))}"
+        )
     how_to_repeat = how_to_repeat or f"with emulator.record(completion={completion!r}, seed={seed!r})"
     report = Report(completion, seed, how_to_repeat)
     token = _report.set(report)

@@ -31,11 +31,13 @@ def find(gpu: Any) -> Any:
     """The GPU of a name; an object with the attributes of `Gpu` is returned as it is."""
     if isinstance(gpu, str):
         if gpu.lower() not in NAMED:
-            raise ValueError(f"gpu: {gpu!r}; expected one of {', '.join(NAMED)}, or an emulator.Gpu")
+            raise ValueError(f"gpu is {gpu!r}; expected one of {', '.join(NAMED)}, or an emulator.Gpu")
         return NAMED[gpu.lower()]
     missing = [field.name for field in dataclasses.fields(Gpu) if not hasattr(gpu, field.name)]
     if missing:
-        raise TypeError(f"gpu: {gpu!r} lacks {', '.join(missing)}; expected a name such as 'b200', or an emulator.Gpu")
+        raise TypeError(
+            f"gpu is {gpu!r}, which lacks {', '.join(missing)}; expected a name such as 'b200', or an emulator.Gpu"
+        )
     return gpu
 
 
@@ -58,5 +60,5 @@ def can_run(gpu: Any, target: str) -> bool:
 def _split(target: str) -> tuple[int, str]:
     match = re.fullmatch(r"sm_(\d+)([af]?)", target)
     if match is None:
-        raise ValueError(f"target: {target!r}; expected a name such as 'sm_90a'")
+        raise ValueError(f"target is {target!r}; expected a name such as 'sm_90a'")
     return int(match[1]), match[2]

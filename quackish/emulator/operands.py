@@ -309,7 +309,7 @@ def immediate(type_: str, operand: Immediate) -> Any:
         return unsigned(operand.bits % (1 << bits_of(type_))).view(dtype)
     if operand.kind == "f64" and bits_of(type_) == 64:
         return unsigned(operand.bits).view(dtype)
-    raise PtxError(f"a {operand.kind} immediate where {type_} is expected")
+    raise PtxError(f"an immediate of type {operand.kind} where {type_} is expected")
 
 
 def _layout(entry: Entry) -> tuple[dict[str, int], int]:

@@ -3,6 +3,8 @@
 import importlib
 from typing import TYPE_CHECKING
 
+_MODULES = "megatron", "torchtitan", "trainer", "transformers", "trl"
+
 if TYPE_CHECKING:
     from quackish.integrations import megatron as megatron
     from quackish.integrations import torchtitan as torchtitan
@@ -12,6 +14,10 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str):
-        if name in ("megatron", "torchtitan", "trainer", "transformers", "trl"):
+        if name in _MODULES:
             return importlib.import_module(f"quackish.integrations.{name}")
         raise AttributeError(f"module 'quackish.integrations' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*_MODULES]

@@ -7,7 +7,11 @@ from torch import Tensor
 
 import quackish
 from quackish import parallel
-from quackish.errors import UnsupportedError
+from quackish.errors import UnsupportedError, describe, refuse_unknown
+from quackish.types import LinearCrossEntropyOptions
+
+_FIXED = "linear_bias", "reduction"  # which output_layer_loss passes itself
+_OPTIONS = [name for name in LinearCrossEntropyOptions.__annotations__ if name not in _FIXED]
 
 
 def output_layer_loss(
@@ -33,6 +37,11 @@ def output_layer_loss(
     Raises:
         UnsupportedError: output_layer defers its weight gradient, or is an expert's.
     """
+    if not isinstance(output_layer, ColumnParallelLinear):
+        raise TypeError(
+            f"output_layer_loss: output_layer is {describe(output_layer)}, expected the output_layer of a GPTModel"
+        )
+    refuse_unknown("output_layer_loss", options, _OPTIONS)
     config = output_layer.config
     if config.defer_embedding_wgrad_compute or output_layer.explicit_expert_comm:
         raise UnsupportedError(

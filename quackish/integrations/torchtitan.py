@@ -16,6 +16,7 @@ from torchtitan.protocols.module import Module
 
 import quackish
 from quackish import parallel
+from quackish.errors import a
 from quackish.types import Schedule
 
 
@@ -49,9 +50,9 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):  # for subclasses of it, the t
         self.lm_head: nn.Module | None = None
 
     def set_lm_head(self, lm_head: nn.Module) -> None:
-        if type(lm_head).forward is not nn.Linear.forward:
+        if getattr(type(lm_head), "forward", None) is not nn.Linear.forward:
             raise quackish.UnsupportedError(
-                f"LinearCrossEntropyLoss: lm_head is a {type(lm_head).__name__} with its own forward, expected an "
+                f"LinearCrossEntropyLoss: lm_head is {a(type(lm_head))} with its own forward, expected an "
                 "nn.Linear. For this model use torchtitan's ChunkedLossWrapper"
             )
         self.lm_head, compute_logits = lm_head, lm_head.forward
@@ -62,7 +63,7 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):  # for subclasses of it, the t
             weight, num_classes = lm_head.weight, lm_head.out_features
             if isinstance(target, DTensor) or weight.shape[0] != num_classes:
                 raise quackish.UnsupportedError(
-                    f"LinearCrossEntropyLoss: labels are a {type(target).__name__} and lm_head.weight has "
+                    f"LinearCrossEntropyLoss: labels are {a(type(target))} and lm_head.weight has "
                     f"{weight.shape[0]} of {num_classes} classes; expected a plain tensor and all classes. Under "
                     'spmd_backend "full_dtensor", and "spmd_types" with tensor parallelism, use torchtitan\'s '
                     "ChunkedLossWrapper"

@@ -5,9 +5,12 @@ callbacks:
     schedule: recompute
 """
 
+import inspect
+
 import transformers as hf
 from torch import nn
 
+from quackish.errors import refuse_unknown
 from quackish.integrations import transformers
 
 
@@ -21,6 +24,7 @@ class QuackishCallback(hf.TrainerCallback):
     """
 
     def __init__(self, **options):
+        refuse_unknown("QuackishCallback", options, list(inspect.signature(transformers.apply).parameters)[1:])
         self.options = options
 
     def on_init_end(self, args: hf.TrainingArguments, state, control, *, model: nn.Module, **others) -> None:

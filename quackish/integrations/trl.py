@@ -14,9 +14,11 @@ import torch
 import trl
 from torch import Tensor
 from trl.trainer import utils
+from typing_extensions import Never
 
 import quackish
-from quackish.errors import UnsupportedError
+from quackish.errors import UnsupportedError, describe
+from quackish.integrations.loss_options import check_loss_options
 from quackish.types import Schedule
 
 _NAME = "_ChunkedLogProbFunction"
@@ -27,20 +29,27 @@ _PARAMETERS = [
 _OTHERS = "log_sum_sq_probs", "mean_logits"  # outputs that quackish's kernels do not compute
 
 
-def apply(*, schedule: Schedule = "auto", chunk_size: int | None = None, memory_limit: int | None = None) -> None:
+def apply(
+    *model: Never, schedule: Schedule = "auto", chunk_size: int | None = None, memory_limit: int | None = None
+) -> None:
     """Makes TRL's trainers compute log-probabilities with quackish, until `revert()`.
 
     Log-probabilities, entropy, `is_top1` and their gradients are quackish's. TRL's own function still computes two
     outputs without gradients, in another forward pass of the head: `log_sum_sq_probs` (DPO's `use_weighting`), and with
     a softcap `mean_logits` (a metric of DPO and KTO). Without one, `mean_logits` is a product with the weight's mean.
-    Call `apply` before or after a trainer is built; a second call changes the options.
+    Call `apply` before or after a trainer is built; a second call changes the options. It takes no model.
 
     schedule, chunk_size, memory_limit: as in `quackish.linear_cross_entropy`.
 
     Raises:
         UnsupportedError: the installed TRL has no such function, or one with other arguments.
-        ValueError, TypeError: an invalid option.
+        ValueError, TypeError: an invalid option, or a model.
     """
+    if model:
+        raise TypeError(
+            f"apply: the first argument is {describe(model[0])}, expected options by name: quackish.integrations.trl "
+            "changes TRL's own loss. quackish.integrations.transformers.apply(model) patches one model"
+        )
     theirs = _theirs()
     forward = getattr(theirs, "forward", None)
     found = None if forward is None else list(inspect.signature(forward).parameters)
@@ -50,7 +59,7 @@ def apply(*, schedule: Schedule = "auto", chunk_size: int | None = None, memory_
             f"{_PARAMETERS}, as in TRL 1.16"
         )
     options = dict(schedule=schedule, chunk_size=chunk_size, memory_limit=memory_limit)
-    quackish.LinearCrossEntropyLoss(1, 1, **options)  # checks them
+    check_loss_options("apply", **options)
     setattr(utils, _NAME, _ChunkedLogProbs(theirs, options))
 
 

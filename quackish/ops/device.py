@@ -20,6 +20,7 @@ from quackish.configs import choose
 from quackish.errors import UnsupportedError, warn_once
 from quackish.gpu import Gpu, gpu_of
 from quackish.ops import cuda, workspace
+from quackish.ops.arguments import check_bool
 from quackish.ops.kernel_for import KernelFor, kernel_for
 from quackish.ops.modes import is_compiling
 
@@ -265,6 +266,7 @@ def use_unverified_kernels(enabled: bool) -> None:
     torch.compile has compiled keeps its setting. GPUs whose kernels have all run are not affected. `python -m quackish
     doctor --check` tests the kernels of a GPU.
     """
+    check_bool("use_unverified_kernels", enabled=enabled)
     with choose.changing():
         kernels.allow_unverified = enabled
         _find.cache_clear()

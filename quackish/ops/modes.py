@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quackish.errors import a
+
 is_compiling = torch.compiler.is_dynamo_compiling
 num_dispatch_modes = torch._C._len_torch_dispatch_stack
 has_function_modes = torch._C._is_torch_function_mode_enabled
@@ -46,7 +48,7 @@ def as_plain(op: str, t: Tensor | None) -> Tensor | None:
         return t
     if t.numel() and not t.is_meta and not t.data_ptr():
         raise TypeError(
-            f"{op}: an argument is a {type(t).__name__} without memory; expected a torch.Tensor, or a subclass whose "
+            f"{op}: an argument is {a(type(t))} without memory; expected a torch.Tensor, or a subclass whose "
             "__torch_dispatch__ handles the operator"
         )
     return t.as_subclass(Tensor)

@@ -16,7 +16,7 @@ from quackish.errors import UnsupportedError
 from quackish.ops.buffers import check_buffer
 from quackish.ops.device import check_same_device, device_of, refuse_compile, refuse_portable, report_portable
 from quackish.ops.modes import as_plain, functorch_level, is_plain, is_transformed, num_dispatch_modes
-from quackish.ops.rms_norm_checks import check_backward, check_forward, check_module, dims
+from quackish.ops.rms_norm_checks import check_backward, check_flags, check_forward, check_module, check_module_inputs
 from quackish.ops.rms_norm_plans import BackwardPlan, ForwardPlan, add_to, plan_for, resolve_eps
 from quackish.reference import rms_norm as reference
 from quackish.types import Backend, Device, RmsNormOptions
@@ -178,6 +178,7 @@ def rms_norm_backward(
     Returns (dx, dweight, dbias, dresidual). dx and dresidual are the same tensor if their dtypes are equal. Promises
     and errors are those of `rms_norm`.
     """
+    check_flags(x, weight, dx=dx, dweight=dweight, dbias=dbias, dresidual=dresidual)
     dtypes = (
         *_dx_dtypes(dx, dresidual, dx_dtype or x.dtype, dresidual_dtype or x.dtype),
         weight.dtype if dweight and weight is not None else None,
@@ -243,9 +244,10 @@ class RMSNorm(nn.RMSNorm):
         out_dtype: torch.dtype | None = None,
         backend: Backend = "auto",
     ) -> None:
-        check_module(eps, weight_offset, backend, residual_dtype=residual_dtype, out_dtype=out_dtype)
-        if weight_offset and not elementwise_affine:
-            raise ValueError(f"RMSNorm: weight_offset is {weight_offset} but elementwise_affine is False; expected 0.0")
+        check_module(
+            normalized_shape, elementwise_affine, bias, eps, weight_offset, backend,
+            residual_dtype=residual_dtype, out_dtype=out_dtype,
+        )  # fmt: skip
         self.weight_offset = weight_offset  # before super().__init__, whose reset_parameters reads it
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         self.residual_dtype, self.out_dtype, self.backend = residual_dtype, out_dtype, backend
@@ -266,8 +268,7 @@ class RMSNorm(nn.RMSNorm):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """x, residual: (..., *normalized_shape). dweight_out: as in `rms_norm`. Returns y, or (y, res)."""
         weight, bias, ndim = self.weight, self.bias, len(self.normalized_shape)
-        if x.shape[-ndim:] != self.normalized_shape:
-            raise ValueError(f"RMSNorm: x is {dims(x)}; expected (..., {', '.join(map(str, self.normalized_shape))})")
+        check_module_inputs(x, residual, dweight_out, self.normalized_shape)
         options: RmsNormOptions = {
             "eps": self.eps, "weight_offset": self.weight_offset, "out_dtype": self.out_dtype,
             "dweight_out": dweight_out, "backend": self.backend,

@@ -1,16 +1,16 @@
 """Argument checks of RMSNorm: ValueError for shapes and devices, TypeError for types and dtypes."""
 
 from collections.abc import Sequence
-from typing import get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from quackish.errors import describe
+from quackish.ops.arguments import check_backend, check_bool, check_number, check_sizes, check_tensor
 from quackish.ops.cuda import name_of
-from quackish.types import Backend
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_BACKENDS = get_args(Backend)
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -62,30 +62,65 @@ def check_backward(
     _check_dtypes(who, dx_dtype=dx_dtype, dresidual_dtype=dresidual_dtype, dbias_dtype=dbias_dtype)
 
 
-def check_module(eps, weight_offset, backend, **dtypes: torch.dtype | None) -> None:
+def check_flags(x: Any, weight: Any, **gradients: Any) -> None:
+    """What rms_norm_backward uses before `check_backward`."""
+    check_tensor("rms_norm_backward", "x", x)
+    check_tensor("rms_norm_backward", "weight", weight, optional=True)
+    check_bool("rms_norm_backward", **gradients)
+
+
+def check_module(
+    normalized_shape, elementwise_affine, bias, eps, weight_offset, backend, **dtypes: torch.dtype | None
+) -> None:
     who = "RMSNorm"
+    if not isinstance(normalized_shape, (int, tuple, list)):
+        raise TypeError(
+            f"{who}: normalized_shape is {describe(normalized_shape)}; expected the size of x's last dimension, or the "
+            "sizes of its last dimensions"
+        )
+    for size in normalized_shape if isinstance(normalized_shape, (tuple, list)) else (normalized_shape,):
+        check_sizes(who, normalized_shape=size)
+    check_bool(who, elementwise_affine=elementwise_affine, bias=bias)
     _check_eps(who, eps)
     _check_weight_offset(who, weight_offset)
-    _check_backend(who, backend)
+    if weight_offset and not elementwise_affine:
+        raise ValueError(f"{who}: weight_offset is {weight_offset} but elementwise_affine is False; expected 0.0")
+    check_backend(who, backend)
     _check_dtypes(who, **dtypes)
+
+
+def check_module_inputs(x: Any, residual: Any, dweight_out: Any, normalized_shape: tuple[int, ...]) -> None:
+    """What RMSNorm.forward uses before `check_forward`."""
+    check_tensor("RMSNorm", "x", x)
+    check_tensor("RMSNorm", "residual", residual, optional=True)
+    check_tensor("RMSNorm", "dweight_out", dweight_out, optional=True)
+    if x.shape[-len(normalized_shape) :] != normalized_shape:
+        raise ValueError(f"RMSNorm: x is {dims(x)}; expected (..., {', '.join(map(str, normalized_shape))})")
 
 
 def _check_dtypes(who: str, **dtypes: torch.dtype | None) -> None:
     for name, dtype in dtypes.items():
         if dtype is not None and dtype not in _DTYPES:
-            raise TypeError(f"{who}: {name} is {dtype}; expected None or one of {names(_DTYPES)}")
+            given = dtype if isinstance(dtype, torch.dtype) else describe(dtype)
+            raise TypeError(f"{who}: {name} is {given}; expected None or one of {', '.join(map(str, _DTYPES))}")
 
 
 def _check_tensors(who: str, x: Tensor, **others: Tensor | None) -> None:
     for name, t in {"x": x, **others}.items():
-        if t is None and name not in ("x", "dy", "rstd"):
+        check_tensor(who, name, t, name not in ("x", "dy", "rstd"), _hint(name, t))
+        if t is None:
             continue
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{who}: {name} is a {type(t).__name__}; expected a torch.Tensor")
         if t.dtype not in _DTYPES:
             raise TypeError(f"{who}: {name} is {names([t.dtype])}; expected one of {names(_DTYPES)}")
         if t.device != x.device:
             raise ValueError(f"{who}: {name} is on {t.device} but x is on {x.device}; expected one device")
+
+
+def _hint(name: str, value: Any) -> str:
+    """What to do about arguments in the order of F.rms_norm."""
+    if name == "weight" and isinstance(value, (int, tuple, list)):
+        return ". F.rms_norm takes (input, normalized_shape, weight, eps); here it is rms_norm(x, weight, eps=1e-6)"
+    return "; pass eps by name: eps=1e-6" if name == "bias" and isinstance(value, float) else ""
 
 
 def _check_parameters(who: str, x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> None:
@@ -95,7 +130,9 @@ def _check_parameters(who: str, x: Tensor, weight: Tensor | None, bias: Tensor |
         if t is None:
             continue
         if t.dim() == 1 and t.shape[0] != x.shape[-1]:
-            raise ValueError(f"{who}: {name} has {t.shape[0]} elements but x has {x.shape[-1]} columns")
+            raise ValueError(
+                f"{who}: {name} has {t.shape[0]} elements but x has {x.shape[-1]} columns; expected equal numbers"
+            )
         if t.dim() != 1 and (t.dim() != 2 or t.shape != x.shape[-2:]):
             raise ValueError(
                 f"{who}: {name} is {dims(t)} but x is {dims(x)}; expected ({x.shape[-1]},), or x's last two dimensions "
@@ -109,15 +146,13 @@ def _check_parameters(who: str, x: Tensor, weight: Tensor | None, bias: Tensor |
 
 
 def _check_eps(who: str, eps: float | None) -> None:
-    if not (eps is None or isinstance(eps, (int, float))) or isinstance(eps, bool):
-        raise TypeError(f"{who}: eps is a {type(eps).__name__}; expected a float or None")
+    check_number(who, "eps", eps, optional=True)
     if eps is not None and not 0 <= eps <= _LARGEST:  # also false for nan
         raise ValueError(f"{who}: eps is {eps}; expected a finite number, at least 0, also in fp32, such as 1e-6")
 
 
 def _check_weight_offset(who: str, weight_offset: float) -> None:
-    if not isinstance(weight_offset, (int, float)) or isinstance(weight_offset, bool):
-        raise TypeError(f"{who}: weight_offset is a {type(weight_offset).__name__}; expected a float")
+    check_number(who, "weight_offset", weight_offset)
     if not -_LARGEST <= weight_offset <= _LARGEST:
         raise ValueError(
             f"{who}: weight_offset is {weight_offset}; expected a finite number, also in fp32, such as 1.0"
@@ -128,12 +163,7 @@ def _check_options(who: str, weight: Tensor | None, weight_offset: float, backen
     _check_weight_offset(who, weight_offset)
     if weight is None and weight_offset != 0.0:
         raise ValueError(f"{who}: weight_offset is {weight_offset} but weight is None; expected 0 without a weight")
-    _check_backend(who, backend)
-
-
-def _check_backend(who: str, backend: str) -> None:
-    if backend not in _BACKENDS:
-        raise ValueError(f"{who}: backend is {backend!r}; expected one of {', '.join(map(repr, _BACKENDS))}")
+    check_backend(who, backend)
 
 
 def dims(t: Tensor | None) -> str:

@@ -3,3 +3,7 @@
 from quackish.parallel.linear_cross_entropy import VocabParallelHead, linear_cross_entropy
 
 __all__ = ["VocabParallelHead", "linear_cross_entropy"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Unpack
 
-from quackish.errors import UnsupportedError
+from quackish.errors import UnsupportedError, refuse_unknown
+from quackish.ops.arguments import check_bool, shown
 from quackish.ops.buffers import check_buffer
 from quackish.ops.device import check_same_device, device_of
 from quackish.ops.linear_cross_entropy import LinearCrossEntropyLoss, LinearCrossEntropyStats
@@ -144,6 +145,7 @@ def linear_cross_entropy(
         label_smoothing=label_smoothing, softcap=softcap, z_loss=z_loss, return_lse=return_lse,
         return_stats=return_stats, schedule=schedule, chunk_size=chunk_size, memory_limit=memory_limit, backend=backend,
     )  # fmt: skip
+    check_bool(_WHO, sequence_parallel=sequence_parallel, deterministic=deterministic)
     run = torch._dynamo.disable(_run) if is_compiling() else _run  # runs eagerly in compiled code
     loss, *stats = run(inputs, options, group, vocab_start, sequence_parallel, deterministic)
     if return_stats:
@@ -163,6 +165,8 @@ class VocabParallelHead(LinearCrossEntropyLoss):
         **options: Unpack[LossModuleOptions],
     ) -> None:  # fmt: skip
         """options: those of LinearCrossEntropyLoss."""
+        refuse_unknown("VocabParallelHead", options, LossModuleOptions.__annotations__)
+        check_bool("VocabParallelHead", sequence_parallel=sequence_parallel, deterministic=deterministic)
         super().__init__(in_features, num_classes, **options)
         self.sequence_parallel, self.deterministic = sequence_parallel, deterministic
 
@@ -217,7 +221,7 @@ def _without_dtensors(
     group = group or dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(
-            f"{_WHO}: group is {group!r}, expected a process group that this rank is in; torch.distributed."
+            f"{_WHO}: group is {shown(group)}, expected a process group that this rank is in; torch.distributed."
             "init_process_group creates the default group"
         )
     plain, sharded_dim = {}, 0 if sequence_parallel else None
@@ -299,6 +303,8 @@ def _check_between_ranks(
         own, error = {**_description(inputs, options, ranks, given), "vocab_start": vocab_start}, None
     except Exception as raised:
         own, error = str(raised).replace("linear_weight", "weight_shard"), raised
+        if own.startswith("linear_cross_entropy: "):
+            own = f"parallel.{own}"
     dist.all_gather_object(descriptions, own, group=group)
     if error is not None:
         raise type(error)(own) from error

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from quackish.errors import a, describe
 from quackish.testing.device import other_work, poison_free_memory
 from quackish.testing.errors import bits, error, same_bits
 
@@ -23,6 +24,9 @@ def assert_deterministic(function: Callable[..., Any], *inputs: Any, runs: int =
             for 0-dim outputs.
     """
     caller = "assert_deterministic"
+    _check_callable(caller, function=function)
+    if not isinstance(runs, int):
+        raise TypeError(f"{caller}: runs is {describe(runs)}; expected an int, at least 2")
     if runs < 2:
         raise ValueError(f"{caller}: runs is {runs}; expected at least 2, as the first is only compared with")
     first, incoming = _results(caller, function, inputs)
@@ -58,6 +62,9 @@ def assert_close_to_fp64(
         slack: multiplies the bounds, for example if intermediate results are rounded too.
     """
     caller = "assert_close_to_fp64"
+    _check_callable(caller, function=function, reference=reference)
+    if not isinstance(slack, (int, float)) or not slack > 0:
+        raise TypeError(f"{caller}: slack is {describe(slack)}; expected a number above 0")
     got, incoming = _results(caller, function, inputs)
     truth, _ = _results(caller, reference, [_in_fp64(t) for t in inputs], incoming)
     _assert_same_names(caller, got, "function", truth, "reference")
@@ -82,6 +89,14 @@ def assert_close_to_fp64(
                 )
 
 
+def _check_callable(caller: str, **functions: Any) -> None:
+    for name, function in functions.items():
+        if not callable(function):
+            raise TypeError(
+                f"{caller}: {name} is {describe(function)}; expected a function, which {caller} calls with the inputs"
+            )
+
+
 def _results(
     caller: str, function: Callable[..., Any], inputs: Sequence[Any], incoming: dict[int, Tensor] | None = None
 ) -> tuple[dict[str, Tensor | None], dict[int, Tensor]]:
@@ -93,7 +108,7 @@ def _results(
     outputs = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor)]
     if not outputs:  # nothing would be compared
         raise TypeError(
-            f"{caller}: a function returned a {type(returned).__name__} without tensors; expected a tensor, or tuples, "
+            f"{caller}: a function returned {a(type(returned))} without tensors; expected a tensor, or tuples, "
             "lists and dicts of tensors"
         )
     results = {f"output {i}": t.detach().clone() for i, t in enumerate(outputs)}

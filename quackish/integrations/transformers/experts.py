@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import quackish
-from quackish.errors import UnsupportedError
+from quackish.errors import UnsupportedError, a
 from quackish.integrations.transformers.subclass import subclass, unpatched_class
 from quackish.integrations.transformers.trial import Random, difference, isolated, plain_attributes, reason, small_copy
 
@@ -36,7 +36,7 @@ def experts_class(base: type, form: Form) -> type:
     def forward(self, *args, **kwargs) -> Tensor:
         if permuted and hasattr(self, "parametrizations"):
             raise UnsupportedError(
-                f"the weights of a {base.__name__} are parametrized, as by PEFT's target_parameters; expected plain "
+                f"the weights of {a(base)} are parametrized, as by PEFT's target_parameters; expected plain "
                 "ones, because quackish sorts them in memory. Call revert(model) before PEFT wraps it"
             )
         x, index, weights = *args, *[kwargs[name] for name in names[len(args) :]]

@@ -13,7 +13,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import ModelOutput
 
 import quackish
-from quackish.errors import UnsupportedError, warn_once
+from quackish.errors import UnsupportedError, a, warn_once
 from quackish.integrations.transformers.logits import Logits, WithoutLogits
 from quackish.integrations.transformers.sharded_head import loss_of_sharded_head
 from quackish.integrations.transformers.subclass import subclass, unpatched_class
@@ -30,8 +30,6 @@ class HeadOptions(NamedTuple):
 
 @functools.cache
 def head_class(options: HeadOptions) -> type:
-    quackish.LinearCrossEntropyLoss(1, 1, **options._asdict())  # checks the options before the first step
-
     def forward(self, input: Tensor, target: Tensor | None = None, **kwargs) -> Tensor:
         """The logits; with a target the loss. It is computed here because FSDP gathers the weight for this forward."""
         if target is None:
@@ -81,7 +79,7 @@ def _skips_logits(model: nn.Module, head_name: str, skip_logits: bool | None, na
         if is_adapted(head):
             fix = "leave it out of PEFT's target_modules"
         warn_once(
-            f"{head_name} is a {type(head).__module__}.{type(head).__name__}: the loss is computed from full logits. "
+            f"{head_name} is {type(head).__module__}.{type(head).__name__}: the loss is computed from full logits. "
             f"To use quackish.linear_cross_entropy, {fix}."
         )
     return False
@@ -142,7 +140,7 @@ def head_name_of(model: nn.Module) -> str | None:
 def why_unsupported(model: nn.Module) -> str:
     """Why the loss of a model, PEFT's wrapper removed, is left to Transformers; "" if quackish can compute it."""
     if not isinstance(model, PreTrainedModel):
-        return f"a {type(model).__name__} is no model of Transformers"
+        return f"{a(type(model))} is no model of Transformers"
     head_name = head_name_of(model)
     if head_name is None:
         return "it has no output embeddings as a submodule of its own"
@@ -155,7 +153,7 @@ def why_unsupported(model: nn.Module) -> str:
     if is_adapted(head):
         return f"{head_name} is adapted by PEFT, expected a torch.nn.Linear: leave it out of PEFT's target_modules"
     if not linears:
-        return f"{head_name} is a {type(head).__name__}, expected a torch.nn.Linear"
+        return f"{head_name} is {a(type(head))}, expected a torch.nn.Linear"
     for module in (head, *linears):
         if "forward" in vars(module):
             return f"the forward of {head_name} was replaced on the instance, as hooks of accelerate do"

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quackish.errors import UnsupportedError
+from quackish.errors import UnsupportedError, a
 from quackish.integrations.transformers.sharded_head import from_sharded_head
 
 
@@ -75,7 +75,7 @@ class Logits:
 
 def _check_number(factor) -> None:
     if not isinstance(factor, (int, float)):
-        raise UnsupportedError(f"the forward scales logits by a {type(factor).__name__}, expected a number")
+        raise UnsupportedError(f"the forward scales logits by {a(type(factor))}, expected a number")
 
 
 class HeadWithoutLogits:
@@ -123,7 +123,7 @@ class WithoutLogits:
     ) -> Tensor:
         """The loss with the arguments of Transformers' ForCausalLMLoss, which ignores `kwargs` too."""
         if not isinstance(logits, Logits):
-            raise UnsupportedError(f"the loss is computed from a {type(logits).__name__}, expected lm_head's logits")
+            raise UnsupportedError(f"the loss is computed from {a(type(logits))}, expected lm_head's logits")
         hidden, shape, target = logits.hidden, logits.hidden.shape[:-1], shift_labels
         if target is None:  # shift labels instead of hidden states, whose slice would be copied
             target = F.pad(labels[..., 1:], (0, 1), value=ignore_index)

@@ -7,7 +7,8 @@ from typing import TypedDict, TypeVar
 from torch import nn
 from typing_extensions import Unpack
 
-from quackish.errors import UnsupportedError, warn_once
+from quackish.errors import UnsupportedError, a, refuse_unknown, warn_once
+from quackish.integrations.loss_options import check_loss_options
 from quackish.integrations.transformers import experts as experts_patches
 from quackish.integrations.transformers import head as head_patches
 from quackish.integrations.transformers import norms as norm_patches
@@ -66,7 +67,7 @@ def apply(
         UnsupportedError: strict=True and experts would be left, or there are none. Nothing is patched.
     """
     options = head_patches.HeadOptions(schedule, chunk_size, memory_limit)
-    head_patches.head_class(options)  # checks them
+    check_loss_options("apply", **options._asdict())
     check_is_module("apply", model)
     _check_is_whole(model)
     kinds = [kind for kind, chosen in dict(norm=norms, loss=head, experts=experts).items() if chosen]
@@ -78,9 +79,9 @@ def apply(
     if strict and wanted:
         raise _error(wanted, f"strict=True and quackish cannot patch: {Report(wanted)}")
     if strict and experts and not any(entry.kind == "experts" for entry in entries):
-        raise UnsupportedError(f"apply: strict=True, experts=True and a {type(model).__name__} has no experts")
+        raise UnsupportedError(f"apply: strict=True, experts=True and {a(type(model))} has no experts")
     if len(left) == len(entries):
-        what = f"nothing to patch in a {type(model).__name__} with {norms=}, {head=} and {experts=}"
+        what = f"nothing to patch in {a(type(model))} with {norms=}, {head=} and {experts=}"
         raise _error(left, f"{what}: {Report(left)}" if left else what)
     if wanted:
         warn_once(f"apply left to Transformers: {Report(wanted)}\nreport(model) lists what was patched and what not.")
@@ -91,9 +92,9 @@ def apply(
 
 
 def _check_is_whole(model: nn.Module) -> None:
-    sharded = [type(module).__name__ for module in model.modules() if type(module).__name__.startswith("FSDP")]
+    sharded = [a(type(module)) for module in model.modules() if type(module).__name__.startswith("FSDP")]
     if sharded:
-        raise ValueError(f"apply: the model has a {sharded[0]}, expected a model before FSDP shards it")
+        raise ValueError(f"apply: the model has {sharded[0]}, expected a model before FSDP shards it")
 
 
 def _error(entries: list[Entry], message: str) -> ValueError | UnsupportedError:
@@ -126,6 +127,8 @@ def revert(model: Model) -> Model:
 @contextlib.contextmanager
 def applied(model: Model, **options: Unpack[_ApplyOptions]) -> Iterator[Model]:
     """Context manager: `apply(model, **options)`, reverted on exit. Earlier patches stay."""
+    refuse_unknown("applied", options, _ApplyOptions.__annotations__)
+    check_is_module("applied", model)
     before = _patched(model)
     apply(model, **options)
     try:
@@ -142,7 +145,7 @@ def _unpatch(modules: set[nn.Module]) -> None:
     for module in modules:
         if "_quackish_unpatched" not in vars(type(module)):  # FSDP2 subclassed the patched class
             raise ValueError(
-                f"revert: a {type(module).__name__} was wrapped after apply(); expected the model before fully_shard"
+                f"revert: {a(type(module))} was wrapped after apply(); expected the model before fully_shard"
             )
     for module in modules:
         experts_patches.restore_weights(module)

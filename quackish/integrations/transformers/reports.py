@@ -6,6 +6,7 @@ from typing import Literal
 
 from torch import nn
 
+from quackish.errors import describe
 from quackish.integrations.transformers import experts, head, norms, scaled_experts
 from quackish.integrations.transformers.subclass import is_patched
 
@@ -63,7 +64,10 @@ def report(model: nn.Module) -> Report:
 
 def check_is_module(function: str, model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
-        raise TypeError(f"{function}: model is a {type(model).__name__}, expected a torch.nn.Module")
+        hint = (
+            f": load it first, with AutoModelForCausalLM.from_pretrained({model!r})" if isinstance(model, str) else ""
+        )
+        raise TypeError(f"{function}: model is {describe(model)}, expected a torch.nn.Module{hint}")
 
 
 def is_experts(module: nn.Module) -> bool:

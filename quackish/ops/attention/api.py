@@ -76,8 +76,9 @@ def scaled_dot_product_attention(
         RuntimeError: backward with create_graph=True, or after an argument was modified in place.
     """
     call = check(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, attn_bias, window, softcap, backend
-    )
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, attn_bias, window, softcap,
+        return_lse, backend,
+    )  # fmt: skip
     is_plain_call = attn_mask is None and attn_bias is None and window is None and softcap is None and not return_lse
     if is_plain_call and backend != "reference":
         refuse_portable(f"{WHO}: a call without bias and mask runs PyTorch's own kernels.", query.device, backend)

@@ -1,18 +1,18 @@
 """Checks of the arguments of scaled_dot_product_attention: ValueError for shapes and values, TypeError for dtypes."""
 
-from typing import Any, NamedTuple, get_args
+import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from quackish.errors import UnsupportedError
+from quackish.errors import UnsupportedError, describe
+from quackish.ops.arguments import check_backend, check_bool, check_number, check_tensor
 from quackish.ops.modes import autocast_dtype
 from quackish.reference.attention import Inputs, Options
-from quackish.types import Backend
 
 WHO = "scaled_dot_product_attention"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_BACKENDS = get_args(Backend)
 
 
 class Call(NamedTuple):
@@ -25,11 +25,14 @@ class Call(NamedTuple):
 
 def check(
     query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any,
-    attn_bias: Any, window: Any, softcap: Any, backend: Any
+    attn_bias: Any, window: Any, softcap: Any, return_lse: Any, backend: Any
 ) -> Call:  # fmt: skip
-    if backend not in _BACKENDS:
-        raise ValueError(f"{WHO}: backend is {backend!r}; expected one of {', '.join(map(repr, _BACKENDS))}")
+    check_backend(WHO, backend)
     _check_tensors(query=query, key=key, value=value, attn_mask=attn_mask, attn_bias=attn_bias)
+    check_bool(WHO, is_causal=is_causal, enable_gqa=enable_gqa, return_lse=return_lse)
+    check_number(WHO, "dropout_p", dropout_p)
+    check_number(WHO, "scale", scale, optional=True)
+    check_number(WHO, "softcap", softcap, optional=True)
     if dropout_p != 0:
         raise UnsupportedError(f"{WHO}: dropout_p is {dropout_p}; expected 0.0: dropout is not supported")
     left, right = _check_window(window)
@@ -37,6 +40,8 @@ def check(
         right = 0 if right is None else min(right, 0)
     if softcap is not None and not softcap > 0:
         raise ValueError(f"{WHO}: softcap is {softcap}; expected a number above 0, or None")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"{WHO}: scale is {scale}; expected a finite number, or None")
     if attn_mask is not None and attn_mask.dtype != torch.bool and attn_bias is not None:
         raise ValueError(
             f"{WHO}: attn_mask is {attn_mask.dtype} and attn_bias is given; expected a bool attn_mask beside "
@@ -53,7 +58,9 @@ def check(
         mask = _as_four("attn_mask", mask, scores)
     if bias is not None:
         if bias.dtype not in _DTYPES:
-            raise TypeError(f"{WHO}: {name} is {bias.dtype}; expected bool, bfloat16, float16, float32 or float64")
+            hint = "; pass a bool mask as attn_mask" if bias.dtype == torch.bool else ""
+            expected = f"{'bool, ' * (name == 'attn_mask')}bfloat16, float16, float32 or float64{hint}"
+            raise TypeError(f"{WHO}: {name} is {bias.dtype}; expected {expected}")
         bias = _as_four(name, bias, scores)
     dtype = _compute_dtype(query, key, value)
     q, k, v = (_four(t if t.dtype is dtype else t.to(dtype)) for t in (query, key, value))
@@ -65,11 +72,10 @@ def _check_tensors(**tensors: Any) -> None:
     query = tensors["query"]
     for name, t in tensors.items():
         needed = name in ("query", "key", "value")
-        if t is None and not needed:
+        hint = "; pass is_causal by name" if name == "attn_mask" and isinstance(t, bool) else ""
+        check_tensor(WHO, name, t, not needed, hint)
+        if t is None:
             continue
-        if not isinstance(t, Tensor):
-            expected = "a torch.Tensor" if needed else "a torch.Tensor or None"
-            raise TypeError(f"{WHO}: {name} is a {type(t).__name__}; expected {expected}")
         if t.is_nested:
             raise TypeError(f"{WHO}: {name} is a nested tensor; expected a plain one, such as a padded one with a mask")
         if t.device != query.device:
@@ -84,7 +90,8 @@ def _check_window(window: Any) -> tuple[int | None, int | None]:
     if window is None:
         return None, None
     if not isinstance(window, tuple | list) or len(window) != 2:
-        raise ValueError(f"{WHO}: window is {window!r}; expected (left, right), the keys before and after, or None")
+        given = describe(window) if isinstance(window, Tensor) else repr(window)
+        raise ValueError(f"{WHO}: window is {given}; expected (left, right), the keys before and after, or None")
     for side in window:
         if side is not None and (not isinstance(side, int) or isinstance(side, bool) or side < 0):
             raise ValueError(f"{WHO}: window is {window!r}; expected integers from 0, or None for no limit")

@@ -62,10 +62,15 @@ def grouped_mlp(
         RuntimeError: backward with create_graph=True.
     """
     inputs = Inputs(x, w1, w3, b1, w2, b2, scales, offs, grad_w1_out, grad_w3_out, grad_w2_out)
-    dtype = check_mlp(inputs, activation, recompute, backend)
+    dtype = check_mlp("grouped_mlp", inputs, activation, recompute, backend)
     refuse_transforms("grouped_mlp")
     if not is_compiling():
-        check_buffers(inputs)
+        check_buffers("grouped_mlp", inputs)
+    return run_mlp(inputs, dtype, activation, recompute, backend)
+
+
+def run_mlp(inputs: Inputs, dtype: torch.dtype, activation: Activation, recompute: bool, backend: Backend) -> Tensor:
+    """grouped_mlp of checked arguments. dtype: that of `check_mlp`."""
     enabled = torch.is_grad_enabled()
     needed = Dtypes(*[t.dtype if enabled and t is not None and t.requires_grad else None for t in inputs.leaves()])
     inputs = inputs._replace(**{name: _to(getattr(inputs, name), dtype) for name in ("x", "w1", "w3", "w2")})

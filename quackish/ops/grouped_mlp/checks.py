@@ -1,18 +1,16 @@
 """Checks of the arguments of grouped_mlp, grouped_mm and moe_mlp: ValueError for shapes, TypeError for dtypes."""
 
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from quackish.errors import did_you_mean
 from quackish.ops import buffers
+from quackish.ops.arguments import check_backend, check_bool, check_tensor, choices, shown
 from quackish.ops.modes import autocast_dtype
 from quackish.reference.grouped_mlp import ACTIVATIONS, GATED
-from quackish.types import Backend
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_BACKENDS = get_args(Backend)
 
 
 class Inputs(NamedTuple):
@@ -38,25 +36,26 @@ class Inputs(NamedTuple):
 _NUM_LEAVES = Inputs._fields.index("offs")
 
 
-def check_mlp(inputs: Inputs, activation: Any, recompute: Any, backend: Any) -> torch.dtype:
-    """Checks the arguments of grouped_mlp. Returns the dtype that x and the weights are rounded to."""
-    who = "grouped_mlp"
+def check_mlp(who: str, inputs: Inputs, activation: Any, recompute: Any, backend: Any) -> torch.dtype:
+    """Checks the arguments of grouped_mlp and those that moe_mlp shares. Returns the dtype to round x and weights to.
+
+    who: the function that the user called. For "moe_mlp", x is (..., H), and offs and scales are None.
+    """
     x, w1, w3, _, w2, *_ = inputs
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
-        hint = did_you_mean(activation, ACTIVATIONS) if isinstance(activation, str) else ""
-        raise ValueError(f"{who}: activation is {activation!r}; expected one of {', '.join(ACTIVATIONS)}{hint}")
-    if not isinstance(recompute, bool):
-        raise TypeError(f"{who}: recompute is a {type(recompute).__name__}; expected True or False")
-    _check_backend(who, backend)
-    tensors = inputs._asdict()
-    _check_are_tensors(who, tensors, ("x", "w1", "w2", "offs"))
+        raise ValueError(f"{who}: activation is {shown(activation)}; expected {choices(activation, ACTIVATIONS)}")
+    check_bool(who, recompute=recompute)
+    check_backend(who, backend)
+    tensors, is_grouped = inputs._asdict(), who == "grouped_mlp"
+    _check_are_tensors(who, tensors, ("x", "w1", "w2", "offs")[: 4 if is_grouped else 3])
     if w3 is not None and activation not in GATED:
         raise ValueError(f'{who}: w3 is given but activation is "{activation}", which has no gate; expected None')
-    if x.dim() != 2 or x.shape[1] == 0:
+    if is_grouped and (x.dim() != 2 or x.shape[1] == 0):
         raise ValueError(f"{who}: x is {dims(x)}; expected (R, H) with H >= 1: flatten tokens to rows")
-    rows, h = x.shape
+    rows, h = x.shape[0], x.shape[-1]
     if w2.dim() != 3 or 0 in w2.shape or w2.shape[1] != h:
-        raise ValueError(f"{who}: w2 is {dims(w2)} but x is {dims(x)}; expected (E, {h}, I) with E, I >= 1")
+        hint = _TRANSPOSE.format("w2") if w2.dim() == 3 and w2.shape[2] == h else ""
+        raise ValueError(f"{who}: w2 is {dims(w2)} but x is {dims(x)}; expected (E, {h}, I) with E, I >= 1{hint}")
     num_groups, _, i = w2.shape
     hidden = 2 * i if activation in GATED and w3 is None else i
     out_1, out_2, out_3 = (num_groups, hidden, h), (num_groups, h, i), (num_groups, i, h)
@@ -69,8 +68,9 @@ def check_mlp(inputs: Inputs, activation: Any, recompute: Any, backend: Any) -> 
         if t is not None and t.shape != shape:
             gate = f', activation "{activation}"' if name in ("w1", "b1") else ""
             beside = f"but x is {dims(x)}, w2 is {dims(w2)}{gate}"
-            raise ValueError(f"{who}: {name} is {dims(t)} {beside}; expected {shape}{_hint(name, inputs)}")
-    _check_offs_dtype(who, inputs.offs)
+            raise ValueError(f"{who}: {name} is {dims(t)} {beside}; expected {shape}{_hint(name, shape, inputs)}")
+    if is_grouped:
+        _check_offs_dtype(who, inputs.offs)
     _check_floats(who, tensors, ("x", "w1", "w3", "b1", "w2", "b2", "scales"))
     for name, weight in (("w1", w1), ("w3", w3), ("w2", w2)):
         out = getattr(inputs, f"grad_{name}_out")
@@ -83,19 +83,19 @@ def check_mlp(inputs: Inputs, activation: Any, recompute: Any, backend: Any) -> 
     return _compute_dtype_of(who, x=x, w1=w1, w3=w3, w2=w2)
 
 
-def check_buffers(inputs: Inputs) -> None:
+def check_buffers(who: str, inputs: Inputs) -> None:
     """Checks memory and strides of the gradient buffers. `check_mlp` checks their shapes and dtypes."""
     for name in ("w1", "w3", "w2"):
         out = getattr(inputs, f"grad_{name}_out")
         if out is not None:
             named = {f"grad_{name}_out": out, name: getattr(inputs, name), "x": inputs.x}
-            buffers.check_buffer("grouped_mlp", **named)
+            buffers.check_buffer(who, **named)
 
 
 def check_mm(a: Any, b: Any, offs: Any, backend: Any) -> torch.dtype:
     """Checks the arguments of grouped_mm. Returns the dtype that a and b are rounded to."""
     who = "grouped_mm"
-    _check_backend(who, backend)
+    check_backend(who, backend)
     _check_are_tensors(who, dict(a=a, b=b, offs=offs), ("a", "b"))
     for name, t in (("a", a), ("b", b)):
         if t.dim() not in (2, 3):
@@ -105,7 +105,8 @@ def check_mm(a: Any, b: Any, offs: Any, backend: Any) -> torch.dtype:
         return f"a is {dims(a)} and b is {dims(b)}"
 
     if a.shape[-1] != b.shape[-2]:
-        raise ValueError(f"{who}: {both()}; expected as many columns of a as rows of b")
+        hint = _TRANSPOSE.format("b") if b.dim() == 3 and a.shape[-1] == b.shape[-1] else ""
+        raise ValueError(f"{who}: {both()}; expected as many columns of a as rows of b{hint}")
     if a.dim() == b.dim() == 3:
         if offs is not None:
             raise ValueError(f"{who}: {both()} and offs is given; expected None: all groups have the same size")
@@ -126,12 +127,12 @@ def check_mm(a: Any, b: Any, offs: Any, backend: Any) -> torch.dtype:
 
 
 def check_choice(x: Any, top_k_index: Any, top_k_weights: Any, w2: Any) -> None:
-    """Checks what moe_mlp uses itself. It then calls grouped_mlp, which checks all other arguments."""
+    """Checks what moe_mlp has and grouped_mlp has not. `check_mlp` checks all other arguments."""
     who = "moe_mlp"
     tensors = dict(x=x, top_k_index=top_k_index, top_k_weights=top_k_weights, w2=w2)
     _check_are_tensors(who, tensors, tuple(tensors))
-    if x.dim() < 2:
-        raise ValueError(f"{who}: x is {dims(x)}; expected (..., H) with at least 2 dimensions")
+    if x.dim() < 2 or x.shape[-1] == 0:
+        raise ValueError(f"{who}: x is {dims(x)}; expected (..., H) with at least 2 dimensions and H >= 1")
     if top_k_index.shape[:-1] != x.shape[:-1] or top_k_index.dim() != x.dim() or top_k_index.shape[-1] == 0:
         expected = ", ".join([*map(str, x.shape[:-1]), "K"])
         raise ValueError(f"{who}: top_k_index is {dims(top_k_index)} but x is {dims(x)}; expected ({expected}), K >= 1")
@@ -140,8 +141,6 @@ def check_choice(x: Any, top_k_index: Any, top_k_weights: Any, w2: Any) -> None:
     if top_k_weights.shape != top_k_index.shape:
         raise ValueError(f"{who}: top_k_weights is {dims(top_k_weights)}; expected top_k_index's {dims(top_k_index)}")
     _check_floats(who, tensors, ("x", "top_k_weights"))
-    if w2.dim() != 3:
-        raise ValueError(f"{who}: w2 is {dims(w2)}; expected (E, H, I)")
 
 
 def check_offs(who: str, offs: Tensor, size: int, of: str) -> None:
@@ -161,11 +160,9 @@ def dims(t: Tensor) -> str:
 def _check_are_tensors(who: str, tensors: dict[str, Any], needed: tuple[str, ...]) -> None:
     first, x = next(iter(tensors.items()))
     for name, t in tensors.items():
-        if t is None and name not in needed:
+        check_tensor(who, name, t, optional=name not in needed)
+        if t is None:
             continue
-        if not isinstance(t, Tensor):
-            expected = "a torch.Tensor" if name in needed else "a torch.Tensor or None"
-            raise TypeError(f"{who}: {name} is a {type(t).__name__}; expected {expected}")
         if type(t).__name__ == "DTensor":
             raise TypeError(
                 f"{who}: {name} is a DTensor; expected a plain tensor. Parameters under fully_shard are plain tensors "
@@ -199,18 +196,19 @@ def _check_offs_dtype(who: str, offs: Tensor) -> None:
         raise TypeError(f"{who}: offs is {offs.dtype}; expected torch.int32, as sizes.cumsum(0, dtype=torch.int32) is")
 
 
-def _check_backend(who: str, backend: Any) -> None:
-    if backend not in _BACKENDS:
-        raise ValueError(f"{who}: backend is {backend!r}; expected one of {', '.join(map(repr, _BACKENDS))}")
-
-
 def _fixed_sizes(a: Tensor, b: Tensor) -> list[int]:
     """The sizes that offs does not divide."""
     sizes = {(2, 3): (*a.shape[1:], *b.shape), (3, 2): (*a.shape, *b.shape[:1]), (2, 2): (a.shape[0], b.shape[1])}
     return list(sizes.get((a.dim(), b.dim()), (*a.shape, *b.shape)))
 
 
-def _hint(name: str, inputs: Inputs) -> str:
+_TRANSPOSE = "; {0}.transpose(1, 2) has this shape"
+
+
+def _hint(name: str, shape: tuple[int, ...], inputs: Inputs) -> str:
+    t = getattr(inputs, name)
+    if t.dim() == 3 and t.shape != shape and t.mT.shape == shape:
+        return _TRANSPOSE.format(name)
     if name == "w1" and inputs.w3 is None and inputs.w1.dim() == 3 and inputs.w1.shape[1] == inputs.w2.shape[2]:
         return " as [gate; up], or w3 beside it"
     return ""

@@ -5,10 +5,10 @@ from torch import Tensor
 
 from quackish.ops.device import Device, as_current, check_same_device, forward_device, require_device, why_unsupported
 from quackish.ops.grouped_mlp import kernel_steps
-from quackish.ops.grouped_mlp.api import grouped_mlp, refuse_transforms
+from quackish.ops.grouped_mlp.api import refuse_transforms, run_mlp
 from quackish.ops.grouped_mlp.autograd import refuse_second_derivatives
-from quackish.ops.grouped_mlp.checks import check_choice
-from quackish.ops.modes import are_plain, autocast_dtype, check_memory, is_compiling, is_plain
+from quackish.ops.grouped_mlp.checks import Inputs, check_buffers, check_choice, check_mlp
+from quackish.ops.modes import are_plain, check_memory, is_compiling, is_plain
 from quackish.types import Activation, Backend
 
 
@@ -47,10 +47,12 @@ def moe_mlp(
     in fp32 (fp64 for fp64) and in a fixed order, forward and backward. Errors are those of `grouped_mlp`.
     """
     check_choice(x, top_k_index, top_k_weights, w2)
+    inputs = Inputs(x, w1, w3, b1, w2, b2, None, None, grad_w1_out, grad_w3_out, grad_w2_out)
+    dtype = check_mlp("moe_mlp", inputs, activation, recompute, backend)
     refuse_transforms("moe_mlp")
-    dtype = autocast_dtype(x.device.type)
-    if dtype is not None and x.dtype != torch.float64:
-        x = x.to(dtype)  # before it is copied
+    if not is_compiling():
+        check_buffers("moe_mlp", inputs)
+    x = x.to(dtype)  # before it is copied
     num_experts, k = w2.shape[0], top_k_index.shape[-1]
 
     # Sort the choices by expert. Dropped choices map to expert E and sort last. `order` has the choice of each row, and
@@ -66,10 +68,8 @@ def moe_mlp(
     rows_of_token = row.view(-1, k)
     rows = _Copy.apply(x.flatten(0, -2), order, rows_of_token, backend)
     weights = _Copy.apply(top_k_weights.flatten(), order, row[:, None], backend)
-    y = grouped_mlp(
-        rows, w1, w2, offs, w3=w3, activation=activation, b1=b1, b2=b2, scales=weights if b2 is None else None,
-        recompute=recompute, grad_w1_out=grad_w1_out, grad_w2_out=grad_w2_out, grad_w3_out=grad_w3_out, backend=backend,
-    )  # fmt: skip
+    inputs = inputs._replace(x=rows, scales=weights if b2 is None else None, offs=offs)
+    y = run_mlp(inputs, dtype, activation, recompute, backend)
     if b2 is not None:
         weights = weights.masked_fill(expert == num_experts, 0.0)
         y = y * weights[:, None].to(y.dtype)

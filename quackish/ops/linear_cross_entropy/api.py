@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from quackish.configs import choose
 from quackish.configs.linear_cross_entropy import config_of
 from quackish.errors import UnsupportedError
+from quackish.ops.arguments import check_bool, check_sizes, check_tensor
 from quackish.ops.buffers import check_buffer
 from quackish.ops.device import expects_kernels, refuse_portable, report_portable, why_unsupported
 from quackish.ops.linear_cross_entropy import autograd, memory, operators, portable
@@ -210,25 +211,28 @@ class LinearCrossEntropyLoss(nn.Module):
         backend: Backend = "auto",
     ) -> None:
         super().__init__()
-        if tuple(out_features) != ():
+        who = "LinearCrossEntropyLoss"
+        check_sizes(who, in_features=in_features, num_classes=num_classes)
+        check_bool(who, bias=bias)
+        if out_features != () and out_features != []:
             raise UnsupportedError(
-                f"LinearCrossEntropyLoss: out_features is {out_features}, expected (): K-dimensional losses are not "
+                f"{who}: out_features is {out_features}, expected (): K-dimensional losses are not "
                 "supported; use torch.nn.LinearCrossEntropyLoss."
             )
         if options is not None:
             raise UnsupportedError(
-                "LinearCrossEntropyLoss: options configures torch's chunking, expected None; "
-                "use schedule and chunk_size instead."
+                f"{who}: options configures torch's chunking, expected None; use schedule and chunk_size instead."
             )
+        check_tensor(who, "weight", weight, optional=True)
         if weight is not None and weight.shape != (num_classes,):
-            raise ValueError(
-                f"LinearCrossEntropyLoss: weight has shape {tuple(weight.shape)}, expected ({num_classes},)"
-            )
+            raise ValueError(f"{who}: weight has shape {tuple(weight.shape)}, expected ({num_classes},)")
+        if weight is not None and not weight.is_floating_point():
+            raise TypeError(f"{who}: weight is {weight.dtype}, expected bfloat16, float16, float32 or float64")
         options = Options(
             reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, softcap=softcap,
             z_loss=z_loss, schedule=schedule, chunk_size=chunk_size, memory_limit=memory_limit, backend=backend,
         )  # fmt: skip
-        check_options(options, logit_scale, device=getattr(logit_scale, "device", None))
+        check_options(options, logit_scale, device=getattr(logit_scale, "device", None), who=who)
         self.logit_scale = logit_scale
         self.linear = nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
         self.register_buffer("weight", weight)

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from quackish.configs.arguments import by_name
+from quackish.errors import describe, did_you_mean
+from quackish.ops.arguments import check_tensor
 from quackish.ops.modes import autocast_dtype
 from quackish.types import Backend, Reduction, Schedule
 
@@ -50,48 +52,52 @@ make_inputs, make_options = by_name(Inputs), by_name(Options)  # made once: torc
 
 
 def check_tensors(inputs: Inputs) -> None:
-    who = "linear_cross_entropy:"
+    who = "linear_cross_entropy"
     tensors = inputs._asdict()
     del tensors["logit_scale"], tensors["num_items"]  # see check_options
     for name, tensor in tensors.items():
         required = name in ("input", "linear_weight", "target")
-        if tensor is None and not required:
+        check_tensor(who, name, tensor, optional=not required)
+        if tensor is None:
             continue
-        if not isinstance(tensor, Tensor):
-            expected = "a torch.Tensor" if required else "a torch.Tensor or None"
-            raise TypeError(f"{who} {name} is a {type(tensor).__name__}, expected {expected}")
         if type(tensor).__name__ == "DTensor":
             raise TypeError(
-                f"{who} {name} is a DTensor, expected a plain tensor. Parameters under fully_shard are plain tensors "
+                f"{who}: {name} is a DTensor, expected a plain tensor. Parameters under fully_shard are plain tensors "
                 "only in the forward of their own module: compute the loss there, as LinearCrossEntropyLoss does, and "
                 "shard that module. For tensor parallelism (a weight with Shard(0)), use "
                 "quackish.parallel.linear_cross_entropy. If the tensor is replicated, pass .to_local()"
             )
         if tensor.device != inputs.input.device:
-            raise ValueError(f"{who} {name} is on {tensor.device}, expected input's device {inputs.input.device}")
+            raise ValueError(f"{who}: {name} is on {tensor.device}, expected input's device {inputs.input.device}")
     x, w, out = inputs.input, inputs.linear_weight, inputs.grad_weight_out
-    if w.dim() != 2 or 0 in w.shape:
-        raise ValueError(f"{who} linear_weight has shape {tuple(w.shape)}, expected (V, H) with V >= 1 and H >= 1")
-    v, h = w.shape
-    if x.dim() < 1 or x.shape[-1] != h:
-        raise ValueError(f"{who} input has shape {tuple(x.shape)}, expected (..., {h}), linear_weight's columns")
     floats = _DTYPES, "bfloat16, float16, float32 or float64"
-    for name, shape, (dtypes, expected) in (
-        ("input", x.shape, floats),
-        ("linear_weight", w.shape, floats),
-        ("linear_bias", (v,), floats),
-        ("target", x.shape[:-1], ((torch.int32, torch.int64), "class indices, int32 or int64, not probabilities")),
-        ("weight", (v,), floats),
-        ("grad_weight_out", (v, h), ((torch.float32, w.dtype), f"torch.float32 or linear_weight's {w.dtype}")),
-    ):
+    buffer = (torch.float32, w.dtype), f"torch.float32 or linear_weight's {w.dtype}"
+    classes = (torch.int32, torch.int64), "class indices, int32 or int64, not probabilities"
+    for name, (dtypes, expected) in dict(
+        input=floats, linear_weight=floats, linear_bias=floats, target=classes, weight=floats, grad_weight_out=buffer
+    ).items():
         tensor = tensors[name]
         if tensor is not None and tensor.dtype not in dtypes:
-            raise TypeError(f"{who} {name} is {tensor.dtype}, expected {expected}")
+            raise TypeError(f"{who}: {name} is {tensor.dtype}, expected {expected}")
+    if w.dim() != 2 or 0 in w.shape:
+        raise ValueError(f"{who}: linear_weight has shape {tuple(w.shape)}, expected (V, H) with V >= 1 and H >= 1")
+    v, h = w.shape
+    if x.dim() < 1 or x.shape[-1] != h:
+        if x.dim() >= 1 and x.shape[-1] == v:
+            raise ValueError(
+                f"{who}: linear_weight has shape {(v, h)}, expected (V, {v}) for input {tuple(x.shape)}: pass "
+                "linear_weight.t() if it is (H, V), and hidden states as input, not logits"
+            )
+        raise ValueError(
+            f"{who}: input has shape {tuple(x.shape)}, expected (..., {h}), as many columns as linear_weight {(v, h)}"
+        )
+    for name, shape in dict(linear_bias=(v,), target=x.shape[:-1], weight=(v,), grad_weight_out=(v, h)).items():
+        tensor = tensors[name]
         if tensor is not None and tensor.shape != shape:
             context = f"for input {tuple(x.shape)} and linear_weight {(v, h)}"
-            raise ValueError(f"{who} {name} has shape {tuple(tensor.shape)}, expected {tuple(shape)} {context}")
+            raise ValueError(f"{who}: {name} has shape {tuple(tensor.shape)}, expected {tuple(shape)} {context}")
     if out is not None and out.requires_grad:
-        raise ValueError(f"{who} grad_weight_out requires grad, expected a plain buffer; detach it")
+        raise ValueError(f"{who}: grad_weight_out requires grad, expected a plain buffer; detach it")
 
 
 def _choice(name: str, *choices: str) -> tuple:
@@ -99,10 +105,10 @@ def _choice(name: str, *choices: str) -> tuple:
     return name, str, expected, lambda word: word in choices, expected  # torch 2.11 cannot compile choices.__contains__
 
 
+_BYTES = "an int, the number of bytes, such as 200_000_000 for 200 MB, or None"
+_CHOICES = dict(reduction=get_args(Reduction), schedule=get_args(Schedule), backend=get_args(Backend))
 _OPTIONS = (  # name, type, expected type in words, whether a value is legal, expected values in words
-    _choice("reduction", *get_args(Reduction)),
-    _choice("schedule", *get_args(Schedule)),
-    _choice("backend", *get_args(Backend)),
+    *[_choice(name, *choices) for name, choices in _CHOICES.items()],
     ("ignore_index", int, "an int or None", lambda i: -(2**63) <= i < 2**63, "a 64-bit integer"),
     ("label_smoothing", (int, float), "a float", lambda e: 0.0 <= e <= 1.0, "0 <= label_smoothing <= 1"),
     ("softcap", (int, float), "a float or None", lambda c: c >= FP32.tiny, "None or a positive number"),
@@ -110,7 +116,7 @@ _OPTIONS = (  # name, type, expected type in words, whether a value is legal, ex
     ("return_lse", bool, "True or False", lambda b: True, ""),
     ("return_stats", bool, "True or False", lambda b: True, ""),
     ("chunk_size", int, "an int or None", lambda n: 1 <= n < 2**62, "None or at least 1 row, below 2^62"),
-    ("memory_limit", int, "an int or None", lambda n: n >= 0, "None or a number of bytes, at least 0"),
+    ("memory_limit", int, _BYTES, lambda n: n >= 0, "None or a number of bytes, at least 0"),
     ("num_items", int, "an int or a 0-dim tensor or None", lambda n: 0 <= n < 2**63, "at least 0, below 2^63"),
     (
         "logit_scale",
@@ -123,10 +129,13 @@ _OPTIONS = (  # name, type, expected type in words, whether a value is legal, ex
 
 
 def check_options(
-    options: Options, logit_scale: Any = None, num_items: Any = None, device: torch.device | None = None
+    options: Options,
+    logit_scale: Any = None,
+    num_items: Any = None,
+    device: torch.device | None = None,
+    who: str = "linear_cross_entropy",
 ) -> None:
-    """device: input's device, where tensor options may be."""
-    who = "linear_cross_entropy:"
+    """device: input's device, where tensor options may be. who: the function that the user called."""
     numbers = {"logit_scale": logit_scale, "num_items": num_items}
     tensors = {name: t for name, t in numbers.items() if isinstance(t, Tensor)}
     values = {**options._asdict(), **numbers, **dict.fromkeys(tensors)}
@@ -135,22 +144,23 @@ def check_options(
         if value is None and expected_type.endswith("None"):
             continue
         if not isinstance(value, types) or (isinstance(value, bool) and types is not bool):  # bool is a subclass of int
-            raise TypeError(f"{who} {name} is {value!r}, a {type(value).__name__}; expected {expected_type}")
+            raise TypeError(f"{who}: {name} is {describe(value)}; expected {expected_type}")
         if not is_legal(value):
-            raise ValueError(f"{who} {name} is {value!r}, expected {expected}")
+            hint = did_you_mean(value, _CHOICES[name]) if isinstance(value, str) else ""
+            raise ValueError(f"{who}: {name} is {value!r}, expected {expected}{hint}")
     if options.return_lse and options.return_stats:
-        raise ValueError(f"{who} return_lse and return_stats are True, expected at most one: stats.lse is the lse")
+        raise ValueError(f"{who}: return_lse and return_stats are True, expected at most one: stats.lse is the lse")
     if num_items is not None and options.reduction != "mean":
-        raise ValueError(f'{who} num_items is given but reduction is "{options.reduction}", expected "mean"')
+        raise ValueError(f'{who}: num_items is given but reduction is "{options.reduction}", expected "mean"')
     for name, t in tensors.items():
         if t.dim() != 0:
-            raise ValueError(f"{who} {name} has shape {tuple(t.shape)}, expected a 0-dim tensor or a number")
+            raise ValueError(f"{who}: {name} has shape {tuple(t.shape)}, expected a 0-dim tensor or a number")
         if t.device.type != "cpu" and t.device != device:
-            raise ValueError(f"{who} {name} is on {t.device}, expected {device} (input's) or cpu")
+            raise ValueError(f"{who}: {name} is on {t.device}, expected {device} (input's) or cpu")
         if t.requires_grad:
-            raise ValueError(f"{who} {name} requires grad, but gets no gradient; expected {name}.detach()")
+            raise ValueError(f"{who}: {name} requires grad, but gets no gradient; expected {name}.detach()")
     if isinstance(logit_scale, Tensor) and logit_scale.dtype not in _DTYPES:
-        raise TypeError(f"{who} logit_scale is {logit_scale.dtype}, expected bfloat16, float16, float32 or float64")
+        raise TypeError(f"{who}: logit_scale is {logit_scale.dtype}, expected bfloat16, float16, float32 or float64")
 
 
 def resolve_compute_dtype(inputs: Inputs) -> torch.dtype:

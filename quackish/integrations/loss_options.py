@@ -1,0 +1,13 @@
+"""The check of linear cross entropy's options that the integrations share."""
+
+from typing import Any
+
+import quackish
+
+
+def check_loss_options(who: str, **options: Any) -> None:
+    """TypeError or ValueError for an option of `quackish.LinearCrossEntropyLoss`, in the name of `who`."""
+    try:
+        quackish.LinearCrossEntropyLoss(1, 1, **options)
+    except (TypeError, ValueError) as error:
+        raise type(error)(str(error).replace("LinearCrossEntropyLoss", who, 1)) from None
