@@ -30,14 +30,24 @@ def describe(value: Any) -> str:
     """A wrong argument, for a message: "'x', a str", "an int", "a list" or "None"."""
     if value is None:
         return "None"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
     kind = a(type(value))
     return f"{value!r}, {kind}" if isinstance(value, (bool, int, float, str)) else kind
 
 
 def a(kind: Any) -> str:
-    """The name of a type with its article: "an int"."""
+    """The name of a type with its article: "an int", "an RMSNorm"."""
     name = f"numpy.{kind.__name__}" if kind.__module__ == "numpy" else kind.__name__
-    return f"{'an' if name[:1] in 'aeiouAEIO' else 'a'} {name}"
+    is_spelled = name[:2].isupper() and name[0] in "FHLMNRSX"  # letters whose names begin with a vowel
+    return f"{'an' if is_spelled or name[0] in 'aeiouAEIO' else 'a'} {name}"
+
+
+def check_bool(who: str, **flags: Any) -> None:
+    """TypeError for a flag that is not True or False."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{who}: {name} is {describe(flag)}; expected True or False")
 
 
 def refuse_unknown(who: str, options: Iterable[str], known: Collection[str]) -> None:

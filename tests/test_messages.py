@@ -1,5 +1,6 @@
 """What a wrong call says: the function that was called, the argument, what it was, what was expected, what to do."""
 
+import importlib
 import subprocess
 import sys
 import warnings
@@ -49,6 +50,7 @@ TABLE = {
     "backward(x, 'x', w, x[:, 0])": "rms_norm_backward: x is 'x', a str; expected a torch.Tensor",
     "backward(x, x, w, x[:, 0].clone(), dbias=w)": "rms_norm_backward: dbias is a Tensor; expected True or False",
     "RMSNorm(8.0)": "RMSNorm: normalized_shape is 8.0, a float; expected the size of x's last dimension",
+    "RMSNorm(())": "RMSNorm: normalized_shape is empty; expected the size of x's last dimension",
     "RMSNorm((4, 0))": "RMSNorm: normalized_shape is 0; expected at least 1",
     "RMSNorm(8, bias=w)": "RMSNorm: bias is a Tensor; expected True or False",
     "RMSNorm(8)(None)": "RMSNorm: x is None; expected a torch.Tensor",
@@ -68,6 +70,7 @@ TABLE = {
     "sdpa(q, q, q, softcap='30')": "softcap is '30', a str; expected a float or None",
     "sdpa(q, q, q, None, '0.1')": "dropout_p is '0.1', a str; expected a float",
     "sdpa(q, q, q, is_causal='yes', softcap=3.0)": "is_causal is 'yes', a str; expected True or False",
+    "sdpa(q, q, q, backend='cute')": "runs PyTorch's own kernels. Expected backend=\"auto\"",
     "sdpa(q, q, q, return_lse=1)": "return_lse is 1, an int; expected True or False",
     "sdpa(q, q, q, attn_bias=torch.ones(4, 4).bool())": "attn_bias is torch.bool; expected bfloat16, ... pass a bool "
     "mask as attn_mask",
@@ -85,6 +88,7 @@ TABLE = {
     "quackish.config(rms_norm_bakward={}).__enter__()": "no kernel 'rms_norm_bakward'; ... did you mean rms_norm_back",
     "quackish.config(lce_dw=dict(num_stage=3)).__enter__()": "lce_dw has no field 'num_stage'; ... did you mean num_st",
     "quackish.config(lce_dw=3).__enter__()": "quackish.config: lce_dw is 3, an int; expected a dict of fields, or a Ge",
+    "parallel.VocabParallelHead(8, 6.0)": "VocabParallelHead: num_classes is 6.0, a float; expected an int",
     "parallel.VocabParallelHead(8, 6, sofcap=3.0)": "VocabParallelHead has no option 'sofcap'; ... mean softcap?",
     # the function that was called, not the one that it calls
     "moe(x, index, routed, w1, w2, activaton='silu')": "moe_mlp() got an unexpected keyword argument 'activaton'",
@@ -125,6 +129,9 @@ INTEGRATIONS = {
     f"transformers.report({MODEL})": f"report: model is {MODEL}, a str",
     f"transformers.applied({MODEL}).__enter__()": f"applied: model is {MODEL}, a str",
     "transformers.applied(RMSNorm(8), strickt=True).__enter__()": "applied has no option 'strickt'; ... mean strict?",
+    "transformers.apply(RMSNorm)": "apply: model is the class RMSNorm, expected a torch.nn.Module",
+    "transformers.apply(RMSNorm(8))": "apply: nothing to patch in an RMSNorm with norms=True",
+    "transformers.apply(RMSNorm(8), head='no')": "apply: head is 'no', a str; expected True or False",
     "transformers.apply(RMSNorm(8), schedule='fast')": "apply: schedule is 'fast', expected one of auto",
     "transformers.apply(RMSNorm(8), memory_limit='1GB')": "apply: memory_limit is '1GB', a str; expected an int",
     "trainer.QuackishCallback(shedule='auto')": "QuackishCallback has no option 'shedule'; ... mean schedule?",
@@ -144,25 +151,34 @@ def test_messages_of_integrations(call):
     check(call, INTEGRATIONS[call], **{name: getattr(quackish.integrations, name)})
 
 
-@pytest.mark.parametrize("wrong, right", [("paralel", "parallel"), ("rmsnorm", "rms_norm"), ("testin", "testing")])
-def test_a_misspelled_attribute_gets_a_suggestion(wrong, right):
-    code = f"import quackish; quackish.{wrong}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert f"has no attribute '{wrong}'. Did you mean: '{right}'?" in done.stderr
+PROGRAM = """
+import sys
+
+import quackish, quackish.integrations, quackish.parallel, quackish.testing
+
+for module in (quackish, quackish.integrations, quackish.parallel, quackish.testing):
+    print(module.__name__, *dir(module))
+for wrong in ("paralel", "rmsnorm", "testin"):
+    try:
+        getattr(quackish, wrong)
+    except AttributeError:
+        sys.__excepthook__(*sys.exc_info())  # as at the end of a program, where Python looks for similar names
+"""
 
 
-@pytest.mark.parametrize("module", ["quackish", "quackish.parallel", "quackish.testing", "quackish.integrations"])
-def test_dir_shows_what_is_public(module):
-    code = f"import {module}; print(*dir({module}))"
-    names = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert names == sorted(dir(sys.modules[module]))  # the same before and after the lazy modules are used
-    if module != "quackish.integrations":  # which need other libraries
-        assert all(hasattr(sys.modules[module], name) for name in names)
-    if module == "quackish":
-        assert {"parallel", "testing", "integrations", "emulator", "types", "rms_norm", "PortablePathWarning"} < {
-            *names
-        }
-        assert not {"importlib", "TYPE_CHECKING", "interrupt", "ops"} & {*names}
+def test_a_new_process_shows_and_suggests_what_is_public():
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    shown = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()}
+    for module, names in shown.items():
+        loaded = importlib.import_module(module)
+        assert names == sorted(dir(loaded))  # the same before and after the lazy modules are used
+        if module != "quackish.integrations":  # which need other libraries
+            assert all(hasattr(loaded, name) for name in names)
+    public = {"parallel", "testing", "integrations", "emulator", "types", "rms_norm", "PortablePathWarning"}
+    assert public < {*shown["quackish"]}
+    assert not {"importlib", "TYPE_CHECKING", "interrupt", "ops"} & {*shown["quackish"]}
+    for wrong, right in (("paralel", "parallel"), ("rmsnorm", "rms_norm"), ("testin", "testing")):
+        assert f"has no attribute '{wrong}'. Did you mean: '{right}'?" in done.stderr
 
 
 def test_the_warning_can_be_silenced_and_made_an_error():

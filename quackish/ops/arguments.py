@@ -18,15 +18,9 @@ def check_tensor(who: str, name: str, value: Any, optional: bool = False, hint: 
         return
     if isinstance(value, nn.Module) and isinstance(getattr(value, "weight", None), Tensor):
         hint = hint or f"; for a module, pass its parameter: {name}=module.weight"
-    elif type(value).__module__ == "numpy":
+    elif hasattr(value, "__array_interface__") and getattr(value, "shape", None):
         hint = hint or "; torch.from_numpy converts it"
     raise TypeError(f"{who}: {name} is {describe(value)}; expected a torch.Tensor{' or None' * optional}{hint}")
-
-
-def check_bool(who: str, **flags: Any) -> None:
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise TypeError(f"{who}: {name} is {describe(flag)}; expected True or False")
 
 
 def check_number(who: str, name: str, value: Any, optional: bool = False) -> None:

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from quackish import kernels, launch, toolchain
 from quackish.configs import choose
-from quackish.errors import UnsupportedError, warn_once
+from quackish.errors import UnsupportedError, check_bool, warn_once
 from quackish.gpu import Gpu, gpu_of
 from quackish.ops import cuda, workspace
-from quackish.ops.arguments import check_bool
 from quackish.ops.kernel_for import KernelFor, kernel_for
 from quackish.ops.modes import is_compiling
 

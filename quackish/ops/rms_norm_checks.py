@@ -1,13 +1,14 @@
 """Argument checks of RMSNorm: ValueError for shapes and devices, TypeError for types and dtypes."""
 
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quackish.errors import describe
-from quackish.ops.arguments import check_backend, check_bool, check_number, check_sizes, check_tensor
+from quackish.errors import check_bool, describe
+from quackish.ops.arguments import check_backend, check_number, check_sizes, check_tensor
 from quackish.ops.cuda import name_of
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -73,12 +74,14 @@ def check_module(
     normalized_shape, elementwise_affine, bias, eps, weight_offset, backend, **dtypes: torch.dtype | None
 ) -> None:
     who = "RMSNorm"
-    if not isinstance(normalized_shape, (int, tuple, list)):
+    sizes = normalized_shape if isinstance(normalized_shape, (tuple, list)) else (normalized_shape,)
+    if not isinstance(normalized_shape, (numbers.Integral, tuple, list)) or not sizes:
+        given = describe(normalized_shape) if sizes else "empty"
         raise TypeError(
-            f"{who}: normalized_shape is {describe(normalized_shape)}; expected the size of x's last dimension, or the "
-            "sizes of its last dimensions"
+            f"{who}: normalized_shape is {given}; expected the size of x's last dimension, or the sizes of its last "
+            "dimensions"
         )
-    for size in normalized_shape if isinstance(normalized_shape, (tuple, list)) else (normalized_shape,):
+    for size in sizes:
         check_sizes(who, normalized_shape=size)
     check_bool(who, elementwise_affine=elementwise_affine, bias=bias)
     _check_eps(who, eps)

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Unpack
 
-from quackish.errors import UnsupportedError, refuse_unknown
-from quackish.ops.arguments import check_bool, shown
+from quackish.errors import UnsupportedError, check_bool, refuse_unknown
+from quackish.ops.arguments import shown
 from quackish.ops.buffers import check_buffer
 from quackish.ops.device import check_same_device, device_of
 from quackish.ops.linear_cross_entropy import LinearCrossEntropyLoss, LinearCrossEntropyStats
@@ -316,7 +316,7 @@ def _check_between_ranks(
         given_start = description.pop("vocab_start")
         if given_start not in (None, start):
             raise ValueError(
-                f"{_WHO}: vocab_start is {given_start} on rank {rank} of the group, expected {start}: shards are in "
+                f"{_WHO}: vocab_start is {given_start!r} on rank {rank} of the group, expected {start}: shards are in "
                 f"rank order and have {sizes} classes"
             )
         start += sizes[rank]

@@ -7,7 +7,7 @@ from typing import TypedDict, TypeVar
 from torch import nn
 from typing_extensions import Unpack
 
-from quackish.errors import UnsupportedError, a, refuse_unknown, warn_once
+from quackish.errors import UnsupportedError, a, check_bool, refuse_unknown, warn_once
 from quackish.integrations.loss_options import check_loss_options
 from quackish.integrations.transformers import experts as experts_patches
 from quackish.integrations.transformers import head as head_patches
@@ -68,6 +68,7 @@ def apply(
     """
     options = head_patches.HeadOptions(schedule, chunk_size, memory_limit)
     check_loss_options("apply", **options._asdict())
+    check_bool("apply", norms=norms, head=head, experts=experts, strict=strict)
     check_is_module("apply", model)
     _check_is_whole(model)
     kinds = [kind for kind, chosen in dict(norm=norms, loss=head, experts=experts).items() if chosen]

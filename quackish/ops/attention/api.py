@@ -81,7 +81,9 @@ def scaled_dot_product_attention(
     )  # fmt: skip
     is_plain_call = attn_mask is None and attn_bias is None and window is None and softcap is None and not return_lse
     if is_plain_call and backend != "reference":
-        refuse_portable(f"{WHO}: a call without bias and mask runs PyTorch's own kernels.", query.device, backend)
+        remedy = ' Expected backend="auto".' if backend == "cute" else ""
+        why = f"{WHO}: a call without bias and mask runs PyTorch's own kernels.{remedy}"
+        refuse_portable(why, query.device, backend)
         return functional.scaled_dot_product_attention(
             query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )

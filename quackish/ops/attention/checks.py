@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quackish.errors import UnsupportedError, describe
-from quackish.ops.arguments import check_backend, check_bool, check_number, check_tensor
+from quackish.errors import UnsupportedError, check_bool, describe
+from quackish.ops.arguments import check_backend, check_number, check_tensor
 from quackish.ops.modes import autocast_dtype
 from quackish.reference.attention import Inputs, Options
 

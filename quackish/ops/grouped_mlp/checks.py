@@ -5,8 +5,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from quackish.errors import check_bool
 from quackish.ops import buffers
-from quackish.ops.arguments import check_backend, check_bool, check_tensor, choices, shown
+from quackish.ops.arguments import check_backend, check_tensor, choices, shown
 from quackish.ops.modes import autocast_dtype
 from quackish.reference.grouped_mlp import ACTIVATIONS, GATED
 

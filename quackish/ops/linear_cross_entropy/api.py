@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from quackish.configs import choose
 from quackish.configs.linear_cross_entropy import config_of
-from quackish.errors import UnsupportedError
-from quackish.ops.arguments import check_bool, check_sizes, check_tensor
+from quackish.errors import UnsupportedError, check_bool
+from quackish.ops.arguments import check_sizes, check_tensor
 from quackish.ops.buffers import check_buffer
 from quackish.ops.device import expects_kernels, refuse_portable, report_portable, why_unsupported
 from quackish.ops.linear_cross_entropy import autograd, memory, operators, portable
@@ -211,7 +211,7 @@ class LinearCrossEntropyLoss(nn.Module):
         backend: Backend = "auto",
     ) -> None:
         super().__init__()
-        who = "LinearCrossEntropyLoss"
+        who = type(self).__name__
         check_sizes(who, in_features=in_features, num_classes=num_classes)
         check_bool(who, bias=bias)
         if out_features != () and out_features != []:
