@@ -161,8 +161,8 @@ def dims(t: Tensor) -> str:
 def _check_are_tensors(who: str, tensors: dict[str, Any], needed: tuple[str, ...]) -> None:
     first, x = next(iter(tensors.items()))
     for name, t in tensors.items():
-        check_tensor(who, name, t, optional=name not in needed)
-        if t is None:
+        if not isinstance(t, Tensor):
+            check_tensor(who, name, t, optional=name not in needed)
             continue
         if type(t).__name__ == "DTensor":
             raise TypeError(
