@@ -206,7 +206,7 @@ def test_missing_tools_omit_only_resources(error, note, monkeypatch):
         ("linear_cross_entropy 4x8x9 --chunk-size 0", "chunk_size is 0, expected"),
         ("linear_cross_entropy 512x64x900 --memory-limit 1kB", "memory_limit is 1000 bytes, expected at least "),
         ("linear_cross_entropy 4x8x9 --memory-limit x", "--memory-limit: 'x'; expected a number of bytes, such as"),
-        ("grouped_mlp 4x8x8x2 --activation relu", "explain: activation is 'relu'; expected one of swiglu, "),
+        ("grouped_mlp 4x8x8x2 --activation relu", "explain: activation is 'relu'; expected one of 'swiglu', "),
         ("grouped_mlp 4x8x8x2 --activation silu --w3", 'w3 is given but activation is "silu", which has no gate'),
     ],
 )

@@ -468,7 +468,7 @@ def test_left_and_refused(name):
 WRONG = {
     "sharded": (
         lambda m: setattr(m.model.norm, "__class__", type("FSDPLlamaRMSNorm", (type(m.model.norm),), {})),
-        "has a FSDPLlamaRMSNorm, expected a model before FSDP shards it",
+        "has an FSDPLlamaRMSNorm, expected a model before FSDP shards it",
     ),
     "twice": (apply, "patched by quackish already; revert"),
 }
@@ -555,7 +555,7 @@ def test_parts():
     apply(model, norms=False)
     assert model(**batch()).logits is None
     model.lm_head.__class__ = type("FSDPLinear", (type(model.lm_head),), {})  # as fully_shard does
-    with pytest.raises(ValueError, match="a FSDPLinear was wrapped after apply"):
+    with pytest.raises(ValueError, match="an FSDPLinear was wrapped after apply"):
         revert(model)
 
 
