@@ -72,10 +72,11 @@ def _check_tensors(**tensors: Any) -> None:
     query = tensors["query"]
     for name, t in tensors.items():
         needed = name in ("query", "key", "value")
+        if t is None and not needed:
+            continue
         if not isinstance(t, Tensor):
             hint = "; pass is_causal by name" if name == "attn_mask" and isinstance(t, bool) else ""
             check_tensor(WHO, name, t, not needed, hint)
-            continue
         if t.is_nested:
             raise TypeError(f"{WHO}: {name} is a nested tensor; expected a plain one, such as a padded one with a mask")
         if t.device != query.device:

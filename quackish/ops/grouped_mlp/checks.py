@@ -161,9 +161,10 @@ def dims(t: Tensor) -> str:
 def _check_are_tensors(who: str, tensors: dict[str, Any], needed: tuple[str, ...]) -> None:
     first, x = next(iter(tensors.items()))
     for name, t in tensors.items():
+        if t is None and name not in needed:
+            continue
         if not isinstance(t, Tensor):
             check_tensor(who, name, t, optional=name not in needed)
-            continue
         if type(t).__name__ == "DTensor":
             raise TypeError(
                 f"{who}: {name} is a DTensor; expected a plain tensor. Parameters under fully_shard are plain tensors "
