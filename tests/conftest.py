@@ -1,4 +1,7 @@
-"""Fixtures of all tests. Tests marked `gpu` need a GPU, those marked `exhaustive` or `peers` an option."""
+"""Fixtures of all tests. Tests marked `gpu` need a GPU, those marked `exhaustive` or `peers` an option.
+
+Tests that cannot run are deselected instead of skipped: thousands of skips would hide what ran.
+"""
 
 import contextlib
 import dataclasses
@@ -23,23 +26,41 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    # Skipping here, not by a marker, makes the summary one line for all of them.
-    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-        pytest.skip("needs an NVIDIA GPU: torch.cuda.is_available() is False")
-    if item.get_closest_marker("exhaustive") and not item.config.getoption("exhaustive"):
-        pytest.skip("exhaustive: scripts/check.sh --exhaustive and .ci/run run it")
-    if item.get_closest_marker("peers") and not item.config.getoption("peers"):
-        pytest.skip("peers: pip install '.[peers]', then pytest --peers h100, as .ci/run does")
+def _left_out(config: pytest.Config) -> dict[str, str]:
+    """The markers of tests that do not run, and why."""
+    why = {}
+    if not torch.cuda.is_available():
+        why["gpu"] = "GPU tests do not run: torch.cuda.is_available() is False"
+    if not config.getoption("exhaustive"):
+        why["exhaustive"] = "exhaustive tests do not run: scripts/check.sh --exhaustive and .ci/run run them"
+    if not config.getoption("peers"):
+        why["peers"] = "tests of peers do not run: pip install '.[peers]', then pytest --peers h100, as .ci/run does"
+    return why
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Libraries keep the kernels that they have compiled, so a process runs them on one GPU."""
-    if gpu := config.getoption("peers"):
-        items[:] = [
-            item for item in items if not item.get_closest_marker("peers") or item.callspec.params["gpu"] == gpu
-        ]
+    markers, gpu = _left_out(config), config.getoption("peers")
+    selected = [
+        item
+        for item in items
+        if not any(map(item.get_closest_marker, markers))
+        and not (gpu and item.get_closest_marker("peers") and item.callspec.params["gpu"] != gpu)
+    ]
+    kept = set(selected)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = selected
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for why in _left_out(config).values():
+        terminalreporter.line(why)
+
+
+@pytest.fixture
+def wide(monkeypatch):
+    """Commands wrap nothing."""
+    monkeypatch.setenv("COLUMNS", "1000")
 
 
 @pytest.fixture(autouse=True, scope="session")
