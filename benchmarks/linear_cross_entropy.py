@@ -5,7 +5,7 @@ python -m benchmarks.linear_cross_entropy --only 65536x4096x128256 --append   # 
 python -m benchmarks.linear_cross_entropy --host --append    # host time of a call
 python -m benchmarks.linear_cross_entropy --steady --append  # back-to-back steps, as a training loop runs them
 
-`python -m quackish bench linear_cross_entropy` measures other shapes and providers.
+`quackish bench linear_cross_entropy` measures other shapes and providers.
 """
 
 import dataclasses

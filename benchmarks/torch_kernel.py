@@ -2,7 +2,7 @@
 
     pip download --no-deps torch==2.15.0
     unzip -j torch-2.15.0-*.whl torch/_native/ops/linear_cross_entropy/fused_grad_logits_kernel.py
-    python -m quackish bench linear_cross_entropy --shapes 8192x4096x128256 \\
+    quackish bench linear_cross_entropy --shapes 8192x4096x128256 \\
         --providers quackish benchmarks.torch_kernel:rows_256 benchmarks.torch_kernel:rows_4096
 
 The file must be in the current folder. Needs QuACK. Where PyTorch runs its kernel itself, the providers torch-cute-256,

@@ -1,43 +1,34 @@
-"""`python -m quackish`: inspect, measure and tune the kernels, and manage their cache."""
+"""The command `quackish`, also started as `python -m quackish`: see quackish/cli."""
 
 import argparse
-import importlib
 import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
-from quackish import interrupt
-from quackish._version import __version__
-from quackish.cli.parser import CommandError, Parser
+from quackish import console, interrupt, program
+from quackish.cli.commands import COMMANDS, parser_of
+from quackish.cli.parser import CommandError
+from quackish.errors import did_you_mean
 
-_PROG = "python -m quackish"
-# Kept here so that `--help` imports no command.
-COMMANDS = {
-    "bench": "time operations and other libraries over shapes; compare two results",
-    "cache": "list, verify, clear, export or import compiled kernels",
-    "doctor": "check the installation: versions, GPUs, the path and the results of each operation",
-    "emulate": "run the kernels of a call on the CPU, and compare with fp64; needs no GPU",
-    "explain": "show the kernels, configs, estimated time and memory of a call; needs no GPU",
-    "precompile": "compile kernels for shapes and GPUs into the cache; needs no GPU",
-    "tune": "search for faster configs on this GPU and store them in your table",
-}
-
-
-# These have nothing to clean up, so Ctrl-C ends them at once: an exception may be lost in a destructor, and aborts the
-# process in the imports of the compiler.
+# These have nothing to clean up, so Ctrl-C ends them at once, as all commands while torch is imported: an exception may
+# be lost in a destructor, and aborts the process in the imports of the compiler.
 _END_AT_ONCE = ("doctor", "emulate", "explain")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     chosen = _chosen(argv)
-    who = chosen or _PROG
+    who = chosen or program.name()
     try:
         args = _parse(argv, chosen)
+        if program.IS_COMMAND and chosen not in _END_AT_ONCE:
+            interrupt.set_handler(signal.default_int_handler)
         return args.run(args)
     except CommandError as error:
-        print(f"{who}: {error}", file=sys.stderr)
+        message = f"{who}: {error}"
+        print(console.fill(message) if sys.stderr.isatty() else message, file=sys.stderr)
         return 2
     except KeyboardInterrupt as error:  # Ctrl-C, or SIGTERM where a command turns it into this
         print(" by ".join([f"{who}: interrupted", *map(str, error.args)]), file=sys.stderr)
@@ -49,27 +40,18 @@ def _chosen(argv: Sequence[str]) -> str | None:
 
 
 def _parse(argv: Sequence[str], chosen: str | None) -> argparse.Namespace:
-    parser = Parser(prog=_PROG, description=__doc__)
-    parser.add_argument("--version", action="version", version=f"quackish {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, summary in COMMANDS.items():
-        module = importlib.import_module(f"quackish.cli.{name}") if name == chosen else None
-        command = commands.add_parser(
-            name,
-            help=summary,
-            description=None if module is None else module.__doc__,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        if module is not None:
-            module.add_arguments(command)
-            command.set_defaults(run=module.run)
-    return parser.parse_args(argv)
+    args, unrecognized = parser_of([chosen] if chosen else []).parse_known_args(argv)
+    if unrecognized:
+        suggestion = did_you_mean(unrecognized[0].partition("=")[0], args.parser.options())
+        args.parser.error(f"unrecognized arguments: {' '.join(unrecognized)}{suggestion}")
+    if args.command is None:
+        args.parser.error("the following arguments are required: COMMAND")
+    return args
 
 
-if __name__ == "__main__":
+def console_script() -> NoReturn:
+    """The entry point of `quackish`, which ends the process."""
     try:
-        if _chosen(sys.argv[1:]) not in _END_AT_ONCE:
-            interrupt.set_handler(signal.default_int_handler)
         status = main()
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as `head`, closed the pipe
@@ -80,3 +62,7 @@ if __name__ == "__main__":
     if status == interrupt.STATUS:
         os._exit(status)  # sys.exit may wait for threads, and Python may end with another status
     sys.exit(status)
+
+
+if __name__ == "__main__":
+    console_script()

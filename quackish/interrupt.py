@@ -1,21 +1,18 @@
-"""Ctrl-C ends `python -m quackish` with one line and status 130, also while torch is imported.
+"""Ctrl-C ends a command with one line and status 130, also while torch is imported. SIGTERM can act like Ctrl-C.
 
-`python -m quackish` imports the package, and with it torch, before it runs __main__.py. So __init__.py imports this
-file first. In other programs it changes nothing.
+The package is imported before __main__.py runs, so __init__.py imports this file first. In other programs it changes
+nothing.
 """
 
+import contextlib
 import os
 import signal
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
+from quackish import program
+
 STATUS = 130  # 128 + SIGINT
-
-
-def _is_program() -> bool:
-    """True in `python -m quackish`. While `-m` imports the package, sys.argv[0] is "-m"."""
-    return sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] in ("quackish", "-mquackish")
 
 
 def set_handler(handler: Callable) -> None:
@@ -29,5 +26,19 @@ def end(*_: object) -> NoReturn:
     os._exit(STATUS)  # an exception would pass through half-imported modules
 
 
-if _is_program():
+@contextlib.contextmanager
+def end_on_sigterm() -> Iterator[None]:
+    """In this block SIGTERM, which `timeout` sends, acts like Ctrl-C, so that results so far are written."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt("SIGTERM")
+
+    former = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
+if program.IS_COMMAND:
     set_handler(end)

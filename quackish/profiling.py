@@ -14,6 +14,7 @@ from typing import Any
 from torch import cuda
 
 from quackish import launch
+from quackish.console import table_of
 from quackish.gpu import Roofs, gpu_of, roofs_of
 from quackish.work import KERNELS, Work, describe, estimate, kernel_of, sizes_of, work
 
@@ -126,7 +127,7 @@ class profile:
         if not rows:
             return (
                 "quackish.profile: no launch of a quackish kernel was recorded. The portable path has none; "
-                "`python -m quackish explain` shows which path a call takes."
+                "`quackish explain` shows which path a call takes."
             )
         calls, untimed = sum(row["calls"] for row in rows), sum(row["untimed"] for row in rows)
         lines = [f"{calls} launches of quackish's kernels, {sum(row['total_ms'] for row in rows):.3f} ms", ""]
@@ -179,28 +180,3 @@ def _observed(function: Callable[..., None], args: tuple, kernel_class: type, pr
 def speeds(roofs: Roofs) -> str:
     copy, add, gemm = roofs.copy / 1e12, roofs.add / 1e12, roofs.gemm / 1e12
     return f"copy {copy:.2f} TB/s, add {add:.2f} TB/s, GEMM {gemm:.0f} TFLOP/s"
-
-
-def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> str:
-    """A table with columns two spaces apart; `align` has "l" or "r" per column."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = [header, ["-" * width for width in widths], *rows]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if side == "l" else cell.rjust(width)
-            for cell, width, side in zip(line, widths, align, strict=True)
-        ).rstrip()
-        for line in lines
-    )
-
-
-def table_of(rows: Sequence[Mapping[str, Any]], formats: Mapping[str, str | Callable]) -> str:
-    """A table of dicts. `formats`: {column: format spec or function}, with "" for text. None is left blank."""
-
-    def cell(value: Any, form: str | Callable) -> str:
-        if value is None:
-            return ""
-        return form(value) if callable(form) else format(value, form)
-
-    cells = [[cell(row.get(column), form) for column, form in formats.items()] for row in rows]
-    return text_table(list(formats), cells, "".join("r" if form else "l" for form in formats.values()))

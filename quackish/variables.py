@@ -1,4 +1,4 @@
-"""The environment variables of quackish. This module reads them; `python -m quackish doctor` checks them."""
+"""The environment variables of quackish. This module reads them; `quackish doctor` checks them."""
 
 import os
 from collections.abc import Callable, Mapping

@@ -4,9 +4,9 @@
     python scripts/train_lm.py --data my_texts/    # any file or folder
     python scripts/train_lm.py --seeds 0,1         # twice, with different weights and batches
 
-On a GPU matmuls are in bf16 (autocast). A third model, PyTorch with head and logits in fp32, shows which of the first
-two is closer to exact. All start from the same weights and see the same batches, in alternating steps. At the end (or
-after Ctrl-C or SIGTERM) a table compares losses, step time and memory; figure, curves and a summary go to --out.
+On a GPU matmuls are in bf16 (autocast), and a third model, PyTorch with head and logits in fp32, shows which of the
+first two is closer to exact. All start from the same weights and see the same batches, in alternating steps. At the end
+(or after Ctrl-C or SIGTERM) a table compares losses, step time and memory; figure, curves and a summary go to --out.
 """
 
 import argparse
@@ -38,19 +38,19 @@ try:
 
     import quackish
     from lm_model import QUACKISH, TORCH, TORCH_FP32, LanguageModel, Ops
-    from quackish.bench.console import end_on_sigterm, progress
     from quackish.bench.looks import color_of
     from quackish.cli.parser import output_folder, positive
-    from quackish.profiling import text_table
+    from quackish.console import Progress, fill, text_table
+    from quackish.interrupt import end_on_sigterm
 except ImportError as error:
     sys.exit(f"train_lm.py: {error}. Install the project with what this script needs: pip install -e '.[bench]'")
 
 VALIDATION_SHARE = 0.05
 VALIDATION_BATCHES = 8
 VALIDATION_SEED = 1  # all seeds of a run have the same validation windows
-VARIANTS = (QUACKISH, TORCH, TORCH_FP32)
-EXACT = TORCH_FP32.name
-COLORS = {QUACKISH.name: color_of("quackish"), TORCH.name: color_of("torch"), EXACT: "#a0a0a0"}
+# The last is compared with. On a CPU all models are fp32, so that TORCH_FP32 would equal TORCH.
+VARIANTS = {"cpu": (QUACKISH, TORCH), "cuda": (QUACKISH, TORCH, TORCH_FP32)}
+COLORS = {QUACKISH.name: color_of("quackish"), TORCH.name: color_of("torch"), TORCH_FP32.name: "#a0a0a0"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,8 +195,8 @@ class Run:
 def train(runs: list[Run], batches: Batches, steps: int, title: str) -> int:
     """Trains all runs in alternating steps. Returns the number of completed steps, fewer after Ctrl-C or SIGTERM."""
     every = max(1, steps // 100)  # showing the loss synchronizes with the GPU
-    done, text, show = 0, title, progress(steps)
-    with end_on_sigterm():
+    done, text = 0, title
+    with end_on_sigterm(), Progress(steps) as show:
         try:
             for i in range(steps):
                 batch = batches[i]
@@ -204,10 +204,11 @@ def train(runs: list[Run], batches: Batches, steps: int, title: str) -> int:
                     run.step(i, *batch)
                 done = i + 1
                 if done % every == 0:
-                    losses = "  ".join(f"{run.name} {run.losses[i].item():.4f}" for run in runs)
-                    text = f"{title}, loss: {losses}"
+                    losses = ", ".join(f"{run.name} {run.losses[i].item():.4f}" for run in runs)
+                    text = f"{title}: {losses}"
                 show(done, text)
         except KeyboardInterrupt:
+            show.clear()
             print(f"Stopped after {done} of {steps} steps.")
     return done
 
@@ -226,7 +227,12 @@ class Trained:
 
     @property
     def steps(self) -> int:
-        return len(self.curves[EXACT])
+        return len(self.curves[self.exact])
+
+    @property
+    def exact(self) -> str:
+        """The variant with fp32 logits."""
+        return list(self.curves)[-1]
 
     @property
     def window(self) -> int:
@@ -239,7 +245,7 @@ class Trained:
     def differences(self) -> dict[str, list[float]]:
         """Smoothed curves of the other variants minus that of fp32 logits."""
         smoothed = self.smoothed()
-        exact = smoothed.pop(EXACT)
+        exact = smoothed.pop(self.exact)
         return {name: [a - b for a, b in zip(curve, exact, strict=True)] for name, curve in smoothed.items()}
 
     def distances(self) -> dict[str, dict[str, float]]:
@@ -257,7 +263,7 @@ class Trained:
 def train_seed(seed: int, args: argparse.Namespace, validation: Batches) -> Trained | None:
     """None if it was stopped before the end of the first step."""
     size = args.size
-    runs = [Run(ops, size, seed, args.device) for ops in VARIANTS]
+    runs = [Run(ops, size, seed, args.device) for ops in VARIANTS[args.device.type]]
     batches = Batches(args.training, size.steps, size, seed, args.device)
     done = train(runs, batches, size.steps, f"seed {seed}")
     if done == 0:
@@ -302,21 +308,23 @@ def table(trained: list[Trained]) -> str:
     peaks = (max(one.results[name]["peak_bytes"] for one in trained) for name in names)
     rows.append(["peak memory of a step, MB *", *(f"{peak / 1e6:.1f}" for peak in peaks)])
     title, body = "The same model, the same batches", text_table(["", *names], rows, "l" + "r" * len(names))
-    notes = "* with gradients, without weights and optimizer state\n** of smoothed training losses, from fp32 logits"
+    notes = "* with gradients, without weights and optimizer state\n"
+    notes += f"** of smoothed training losses, from {trained[0].exact}"
     return f"{title}\n\n{body}\n\n{notes}"
 
 
 def figure(trained: list[Trained], title: str, out: Path) -> list[Path]:
-    """Smoothed loss curves and their difference from fp32 logits: colors are variants, dashes are seeds."""
+    """Smoothed loss curves and their difference from the exact one: colors are variants, dashes are seeds."""
     fig = Figure(figsize=(8, 6), layout="constrained")
     top, bottom = fig.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     dashes = [("-", "--", "-.", ":")[i % 4] for i in range(len(trained))]
-    bottom.axhline(0, color=COLORS[EXACT], linewidth=0.8)
+    exact = trained[0].exact
+    bottom.axhline(0, color=COLORS[exact], linewidth=0.8)
     for one, style in zip(trained, dashes, strict=True):
         steps = range(1, one.steps + 1)
         for ax, curves in ((top, one.smoothed()), (bottom, one.differences())):
             for name, curve in curves.items():
-                ax.plot(steps, curve, style, color=COLORS[name], linewidth=1.3, zorder=2 + (name != EXACT))
+                ax.plot(steps, curve, style, color=COLORS[name], linewidth=1.3, zorder=2 + (name != exact))
     handles = [Line2D([], [], color=COLORS[name], label=name) for name in trained[0].curves]
     if len(trained) > 1:
         styles = zip(trained, dashes, strict=True)
@@ -325,7 +333,7 @@ def figure(trained: list[Trained], title: str, out: Path) -> list[Path]:
     top.set_title(title, fontsize=10)
     top.set_ylabel("training loss, nats per token" + (f"\n(mean of {window} steps)" if window > 1 else ""))
     top.legend(handles=handles)
-    bottom.set(xlabel="step", ylabel="difference from\nfp32 logits")
+    bottom.set(xlabel="step", ylabel=f"difference from\n{exact}")
     for ax in (top, bottom):
         ax.grid(alpha=0.25)
     paths = [out / "loss.png", out / "loss.svg"]
@@ -399,10 +407,11 @@ def main(argv: list[str] | None = None) -> int:
         model = LanguageModel(size.vocab, size.dim, size.layers, size.seq, TORCH)
     parameters = sum(p.numel() for p in model.parameters())
     title = f"{parameters / 1e6:.1f} M parameters, vocabulary {size.vocab}, {size.batch} x {size.seq} tokens, {machine}"
-    print(f"{title}; text: {args.data or 'the Python standard library'}, {len(args.tokens) / 1e6:.1f} M tokens")
+    text = f"{args.data or 'the Python standard library'}, {len(args.tokens) / 1e6:.1f} M tokens"
+    print(fill(f"{title}; text: {text}", indent="  "))
     if device.type == "cpu":
         gpu = "its kernels, which take less time and memory than PyTorch, need a GPU"
-        print(f"On a CPU quackish runs its portable path in plain PyTorch; {gpu}.")
+        print(fill(f"On a CPU quackish runs its portable path in plain PyTorch; {gpu}."))
 
     validation = Batches(args.validation, VALIDATION_BATCHES, size, VALIDATION_SEED, device)
     trained: list[Trained] = []
@@ -426,7 +435,7 @@ def main(argv: list[str] | None = None) -> int:
     paths += [args.out / "curves.csv", args.out / "summary.json"]
     write_curves(paths[-2], trained)
     paths[-1].write_text(json.dumps(summary, indent=2) + "\n")
-    print("wrote", ", ".join(map(str, paths)))
+    print(fill(f"wrote {', '.join(map(str, paths))}", indent="  "))
     return 0 if sum(one.steps for one in trained) == len(args.seeds) * size.steps else 130
 
 

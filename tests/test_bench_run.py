@@ -1,4 +1,4 @@
-"""`python -m quackish bench` on tiny shapes: results, invalid requests, and failing providers."""
+"""`quackish bench` on tiny shapes: results, invalid requests, and failing providers."""
 
 import os
 import signal
@@ -145,7 +145,7 @@ def test_sigterm_keeps_the_results_so_far(tmp_path):
 # An earlier result ---------------------------------------------------------------------------------------------------
 
 
-def test_an_earlier_result_is_replaced_only_by_a_run_that_measured(tmp_path, capsys, monkeypatch):
+def test_an_earlier_result_is_replaced_only_by_a_run_that_measured(tmp_path, capsys, monkeypatch, wide):
     words = ("--shapes", "8x32", "--direction", "backward")
     bench(tmp_path, "rms_norm", *words, "--providers", "quackish,torch")
     path = tmp_path / "rms_norm.csv"

@@ -1,4 +1,4 @@
-"""Shapes, models and providers of `python -m quackish bench`, and the columns of its CSV."""
+"""Shapes, models and providers of `quackish bench`, and the columns of its CSV."""
 
 import re
 from pathlib import Path

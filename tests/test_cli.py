@@ -1,8 +1,9 @@
-"""Shared by all commands of `python -m quackish`: suggestions for mistyped names, progress."""
+"""Shared by all commands: how they start, help, suggestions for mistyped names, completion, width, progress."""
 
 import io
 import itertools
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,8 +11,9 @@ import sys
 import pytest
 import torch
 
+from quackish import console
 from quackish.__main__ import main
-from quackish.bench import console
+from quackish.cli.commands import COMMANDS
 from quackish.errors import did_you_mean
 
 
@@ -57,7 +59,7 @@ def test_no_suggestion_without_a_close_name():
     assert did_you_mean("", ["bench"]) == ""
 
 
-@pytest.mark.parametrize("words", ["--help", "bench rms_norm"])
+@pytest.mark.parametrize("words", ["explain --help", "bench rms_norm"])
 def test_ctrl_c_in_an_import_is_one_line(words, tmp_path):
     ctrl_c = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
     (tmp_path / "torch.py").write_text(ctrl_c)
@@ -69,9 +71,253 @@ def test_ctrl_c_in_an_import_is_one_line(words, tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "quackish: interrupted\n")
 
 
-def test_progress():
-    stream, now = io.StringIO(), itertools.count(step=2.0)
-    show = console.progress(4, stream, clock=lambda: next(now))
-    for done in range(5):
-        show(done, f"step {done}")
-    assert stream.getvalue() == "step 2: 2 of 4 done, 6 s\n"
+# How commands start --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def script(tmp_path):
+    """The console script, as pip writes it."""
+    (tmp_path / "bin").mkdir()
+    path = tmp_path / "bin" / "quackish"
+    path.write_text("import sys\nfrom quackish.__main__ import console_script\nsys.exit(console_script())\n")
+    return path
+
+
+def started(command, words, **environ):
+    """A finished process, and the modules that it imported."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "COLUMNS": "80"} | environ
+    argv = [sys.executable, "-X", "importtime", *command, *words.split()]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=300)
+    lines = done.stderr.splitlines()
+    imported = {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")}
+    done.stderr = "\n".join(line for line in lines if not line.startswith("import time:"))
+    return done, imported
+
+
+def test_the_console_script_is_installed():
+    tomllib = pytest.importorskip("tomllib", reason="new in Python 3.11")
+    with open(os.path.join(os.path.dirname(__file__), "..", "pyproject.toml"), "rb") as f:
+        (entry,) = tomllib.load(f)["project"]["scripts"].items()
+    assert entry == ("quackish", "quackish.__main__:console_script")
+
+
+@pytest.mark.parametrize("words", ["", "--help", "--version", "expain rms_norm", "cache ls", "cache"])
+def test_commands_that_start_without_torch(words, script, tmp_path):
+    """torch takes seconds to import."""
+    done, imported = started([script], words, QUACKISH_CACHE_DIR=str(tmp_path / "kernels"))
+    assert "quackish.__main__" in imported
+    assert "torch" not in imported
+    assert done.returncode == (0 if words in ("--help", "--version", "cache ls") else 2), done.stderr
+
+
+def test_other_commands_find_the_operations(script, tmp_path):
+    """The package imports its operations late in a command; a user's provider gets them from it as anywhere."""
+    (tmp_path / "mine.py").write_text(
+        "import quackish\nassert quackish.rms_norm and quackish.LinearCrossEntropyLoss\nnorm = quackish.rms_norm\n"
+    )
+    code = f"import sys; sys.argv[:] = sys.orig_argv[-1:] = [{str(script)!r}]; sys.path.append({str(tmp_path)!r})\n"
+    code += "import quackish\nassert 'torch' not in sys.modules\nimport mine\n"
+    code += "assert mine.norm is quackish.rms_norm is sys.modules['quackish.ops.rms_norm'].rms_norm\n"
+    code += "try:\n    quackish.nothing\nexcept AttributeError as error:\n    print(error)\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert (done.stdout, done.stderr) == ("module 'quackish' has no attribute 'nothing'\n", "")
+
+
+@pytest.mark.parametrize("by_module", [False, True])
+def test_a_command_shows_the_name_by_which_it_runs(by_module, script):
+    name, command = ("python -m quackish", ["-m", "quackish"]) if by_module else ("quackish", [script])
+    done, _ = started(command, "cache --help")
+    assert done.stdout.startswith(f"usage: {name} cache [-h] WHAT ...\n")
+    assert f"\n    {name} cache verify --delete\n" in done.stdout
+    done, _ = started(command, "nothing")
+    assert done.stderr.startswith(f"{name}: argument COMMAND: 'nothing' is unknown; expected one of bench, ")
+    if not torch.cuda.is_available():
+        done, _ = started(command, "doctor --check")
+        assert done.stderr == f"doctor: there is no GPU here to check; `{name} emulate` runs kernels on a CPU"
+
+
+# Help ----------------------------------------------------------------------------------------------------------------
+
+BARE = ["", "cache", "cache export", "bench", "bench compare", "completion", "emulate", "explain", "precompile", "tune"]
+
+
+@pytest.mark.parametrize("words", BARE)
+def test_a_command_without_arguments_prints_its_help(words, capsys):
+    with pytest.raises(SystemExit) as bare:
+        main(words.split())
+    printed = capsys.readouterr()
+    with pytest.raises(SystemExit) as asked:
+        main([*words.split(), "--help"])
+    assert (printed.out, printed.err) == (capsys.readouterr().out, "")
+    assert printed.out.startswith("usage: ")
+    assert (bare.value.code, asked.value.code) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("explain rms_norm 4x4 --dytpe fp16", "explain: unrecognized arguments: --dytpe fp16; did you mean --dtype?"),
+        ("cache clear --slate", "cache: unrecognized arguments: --slate; did you mean --stale?"),
+        ("--verison", "quackish: unrecognized arguments: --verison; did you mean --version?"),
+        ("tune rms_norm", "tune: the following arguments are required: SHAPE; `quackish tune --help` describes them"),
+        ("precompile --from none --gpu h200", "precompile: none: No such file or directory"),
+        ("cache import none", "cache: import: none: No such file or directory"),
+    ],
+)
+def test_mistakes(words, message, capsys):
+    assert main(words.split()) == 2
+    assert capsys.readouterr().err == f"{message}\n"
+
+
+# Completion ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def bash_completion():
+    """Completes the words of a command line in bash."""
+    pytest.importorskip("shtab", reason="needs shtab")
+    bash = shutil.which("bash") or pytest.skip("needs bash")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", io.StringIO())
+        assert main(["completion", "bash"]) == 0
+        printed = sys.stdout.getvalue()
+
+    def complete(*words):
+        line = f"COMP_WORDS=(quackish {' '.join(map(repr, words))}); COMP_CWORD={len(words)}"
+        text = f'compopt() {{ :; }}\n{printed}\n{line}; COMP_LINE="${{COMP_WORDS[*]}}"; COMP_POINT=${{#COMP_LINE}}\n'
+        text += (
+            "$(complete -p quackish | sed 's/.*-F \\([^ ]*\\).*/\\1/') quackish\nprintf '%s\\n' \"${COMPREPLY[@]}\"\n"
+        )
+        done = subprocess.run([bash, "-c", text], capture_output=True, text=True, timeout=60)
+        assert not done.stderr
+        return done.stdout.split()
+
+    return complete
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        (("",), [*COMMANDS]),
+        (("ex",), ["explain"]),
+        (("explain", "lin"), ["linear_cross_entropy"]),
+        (("explain", "rms_norm", "4x4", "--gpu", "h100-"), ["h100-pcie", "h100-nvl"]),
+        (("precompile", "rms_norm", "4x4", "--gpu", "b"), ["b200", "b300"]),
+        (("explain", "linear_cross_entropy", "4x4x4", "--schedule", "re"), ["recompute"]),
+        (("explain", "rms_norm", "4x4", "--no-c"), ["--no-compile"]),
+        (("bench", "rms_norm", "--model", "llama3-8"), ["llama3-8b"]),
+        (("cache", "ver"), ["verify"]),
+    ],
+)
+def test_completion(words, expected, bash_completion):
+    if "bench" in words:
+        pytest.importorskip("matplotlib")
+    assert sorted(bash_completion(*words)) == sorted(expected)
+
+
+def test_completion_of_zsh(capsys):
+    pytest.importorskip("shtab", reason="needs shtab")
+    assert main(["completion", "zsh"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("#compdef quackish\n")
+    assert "h100-nvl" in printed
+
+
+def test_completion_without_shtab(capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["completion", "bash"]) == 2
+    assert capsys.readouterr().err == "completion: shtab is not installed; `pip install shtab` installs it\n"
+
+
+# Width ---------------------------------------------------------------------------------------------------------------
+
+
+def too_long(text):
+    """The lines of more than 80 columns that could be broken."""
+    return [line for line in text.splitlines() if len(line) > 80 and len(line.split()) > 1]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "doctor",
+        "explain linear_cross_entropy 8192x4096x128256 --no-compile --gpu h200",
+        "explain linear_cross_entropy 8192x4096x128256 --no-compile --gpu b300 --label-smoothing 0.1",
+        "explain grouped_mlp 131072x2048x768x128 --scales --no-compile --gpu h200",
+        "explain scaled_dot_product_attention 4x2048x16x64 --shared-bias --no-compile --gpu gh200",
+        "explain rms_norm 4x12 --dtype fp64 --gpu h200",
+        *(f"{words} --help" for words in ("", *COMMANDS, "bench linear_cross_entropy", "cache import")),
+    ],
+)
+def test_output_fits_in_80_columns(words, monkeypatch, capsys):
+    for name in list(os.environ):
+        if name.startswith(("TORCH", "CUDA", "LD_", "XDG", "PYTORCH")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("COLUMNS", "80")
+    try:
+        main(words.split())
+    except SystemExit:
+        pass
+    printed = capsys.readouterr().out
+    assert len(printed.splitlines()) > 3
+    assert not too_long(printed)
+
+
+def test_the_resources_of_a_kernel_fit_in_80_columns(monkeypatch):
+    """Those of the longest name, whose compilation takes seconds."""
+    from quackish.cli import explain
+    from quackish.gpu import H200
+    from quackish.launch import Resources
+
+    monkeypatch.setenv("COLUMNS", "80")
+    choice = type("Choice", (), {"config": None})
+    usage = [Resources(168, 1024, 333, 222, 230_408, 1024)] * 2
+    printed = explain._resource_table([("attention_bwd_queries", None, choice)] * 2, usage, H200)
+    assert "[2] attention_bwd_queries" in printed
+    assert not too_long(printed)
+
+
+def test_examples_of_help_can_be_copied():
+    page = "One\nparagraph.\n\n    quackish explain grouped_mlp 131072x2048x768x128 --scales --gpu b200\n"
+    words = "quackish explain grouped_mlp 131072x2048x768x128 --scales --gpu b200".split()
+    paragraph, example = console.fill_page(page, 40).split("\n\n")
+    assert paragraph == "One paragraph."
+    assert max(map(len, example.splitlines())) <= 40
+    assert example.replace("\\\n", " ").split() == words
+    assert example.count("\\\n") == len(example.splitlines()) - 1
+
+
+def test_text_wraps_at_spaces(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    path = "/a/path-with-hyphens/and/more"
+    assert console.fill(f"kept in {path} here", "- ") == f"- kept in\n  {path}\n  here"
+
+
+# Progress ------------------------------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_in_a_file():
+    stream, now = io.StringIO(), itertools.count(step=20.0)
+    with console.Progress(4, stream, clock=lambda: next(now)) as show:
+        for done in range(5):
+            show(done, f"step {done}")
+    assert stream.getvalue() == "1 of 4, 40 s, 2 min 0 s left: step 1\n3 of 4, 1 min 20 s, 27 s left: step 3\n"
+
+
+def test_progress_in_a_terminal(monkeypatch):
+    """One line, which is cut to the width, redrawn, and removed before other output and at the end."""
+    monkeypatch.setenv("COLUMNS", "40")
+    stream, now = Terminal(), itertools.count(step=3000.0)
+    with console.Progress(3, stream, clock=lambda: next(now)) as show:
+        show(1, "a step with a name that is too long")
+        show.clear()
+        stream.write("a result\n")
+        show(2, "b")
+    erase = "\r\x1b[K"
+    first, second = "1 of 3, 50 min, 1 h 40 min left: a step ", "2 of 3, 1 h 40 min, 50 min left: b"
+    assert stream.getvalue() == f"{erase}{first[:39]}{erase}a result\n{erase}{second}{erase}"

@@ -1,4 +1,4 @@
-"""`python -m quackish cache`: listing, verification, deletion, export and import."""
+"""`quackish cache`: listing, verification, deletion, export and import."""
 
 import io
 import json
@@ -19,7 +19,7 @@ FEB_1 = 1_769_904_000
 
 
 @pytest.fixture(autouse=True)
-def folder(monkeypatch, tmp_path):
+def folder(monkeypatch, tmp_path, wide):
     compiling._ready.clear()
     ignore_edits(monkeypatch.setattr)
     monkeypatch.setenv("QUACKISH_CACHE_DIR", str(tmp_path / "cache"))
@@ -52,15 +52,17 @@ def test_ls(capsys):
     store(6, kernel="nobody.knows.This")
     status, out = run(capsys, "ls")
     assert status == 0
-    rows = {line.split("factor=")[1].split()[0]: line for line in out.splitlines() if "factor=" in line}
+    groups = [part.splitlines() for part in out.split("\n\n")]
+    rows = {line: lines[0] for lines in groups for line in lines if "factor=" in line}
     tools = toolchain.find()
-    assert rows["2"].split()[:2] == ["HostToy", "sm_90a"]
-    assert f"{tools.dsl} {tools.flavour} {tools.cpu}" in rows["2"]
-    assert " yes " in rows["2"]
-    assert "sm_100a" in rows["3"]
-    assert "no: quackish 0.0.1, here 0.1.0" in rows["4"]
-    assert "no: cpu aarch64, here" in rows["5"]
-    assert "no: kernel nobody.knows.This, unknown here" in rows["6"]
+    assert rows["    factor=2"].endswith(f" {tools.dsl} {tools.flavour} {tools.cpu}, usable here")
+    assert rows["    factor=3"] == rows["    factor=2"]
+    usable = next(lines for lines in groups if "    factor=2" in lines)
+    assert usable[usable.index("    factor=2") - 1].startswith("  HostToy sm_90a, ")
+    assert usable[usable.index("    factor=3") - 1].startswith("  HostToy sm_100a, ")
+    assert rows["    factor=4"].endswith("not usable here: quackish 0.0.1, here 0.1.0")
+    assert "not usable here: cpu aarch64, here" in rows["    factor=5"]
+    assert rows["    factor=6"].endswith("not usable here: kernel nobody.knows.This, unknown here")
     assert "5 kernels" in out
 
 

@@ -1,4 +1,4 @@
-"""`python -m quackish doctor` on healthy and broken installations."""
+"""`quackish doctor` on healthy and broken installations."""
 
 import itertools
 import json

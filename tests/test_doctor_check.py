@@ -1,4 +1,4 @@
-"""`python -m quackish doctor --check`: which calls it runs, and what it reports of kernels that fail."""
+"""`quackish doctor --check`: which calls it runs, and what it reports of kernels that fail."""
 
 import json
 import multiprocessing
@@ -125,7 +125,7 @@ def test_compiled_kernels_in_the_emulator():
 
 
 @pytest.fixture
-def records(capsys):
+def records(capsys, wide):
     """A call of each kind: a broken one does not stop the next ones."""
     todo = [Check(name, broken_kernels.load) for name in ("faults", "right")]
     made = run_all(todo, "cpu", context=forked.context())
@@ -154,7 +154,7 @@ def test_results_per_kernel(records):
     assert rows["token_rows"]["result"] == "died"
 
 
-def test_the_report_and_its_file(tmp_path, capsys, monkeypatch):
+def test_the_report_and_its_file(tmp_path, capsys, monkeypatch, wide):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     todo = [Check(name, broken_kernels.load) for name in ("right", "wrong")]
 
@@ -178,7 +178,7 @@ def test_the_report_and_its_file(tmp_path, capsys, monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_nothing_to_check_without_a_gpu(capsys):
     assert main(["doctor", "--check"]) == 2
-    assert "there is no GPU here to check; `python -m quackish emulate`" in capsys.readouterr().err
+    assert "there is no GPU here to check; `quackish emulate`" in capsys.readouterr().err
 
 
 def test_products_of_cublas_have_the_sizes_of_a_launch():

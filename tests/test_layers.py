@@ -27,6 +27,9 @@ LAYERS = {
     "errors": Layer(),
     "variables": Layer(quackish="errors"),
     "files": Layer(),
+    "console": Layer(),
+    "program": Layer(),
+    "argument_types": Layer(quackish="errors"),
     "types": Layer(outside="torch"),
     "gpu": Layer(quackish="errors", lazy="torch"),
     "emulator": Layer(outside="numpy torch pytest", lazy="tvm_ffi cutlass cuda"),  # pytest: for its plugin
@@ -51,27 +54,28 @@ LAYERS = {
     ),
     "emulation": Layer(quackish="errors gpu launch ops", outside="torch", lazy="emulator"),
     "work": Layer(quackish="errors gpu configs kernels"),
-    "profiling": Layer(quackish="errors gpu configs kernels launch work", outside="torch"),
-    "operations": Layer(quackish="errors ops reference testing types work", outside="torch"),
+    "profiling": Layer(quackish="console errors gpu configs kernels launch work", outside="torch"),
+    "operations": Layer(quackish="argument_types errors ops reference testing types work", outside="torch"),
     "tune": Layer(quackish="errors gpu configs launch kernels ops testing", outside="torch"),
     "bench": Layer(
-        quackish="_version errors gpu configs reference launch kernels ops testing work profiling operations",
+        quackish="_version console errors gpu configs interrupt reference launch kernels ops testing work profiling "
+        "operations",
         outside="torch",
         lazy="matplotlib cutlass tvm_ffi triton quack liger_kernel cut_cross_entropy transformers",
     ),
     "cli": Layer(
         quackish="_version errors variables files gpu configs reference launch kernels ops testing work profiling "
-        "bench tune toolchain types operations emulation",
+        "bench tune toolchain types operations emulation argument_types console program",
         outside="torch platformdirs",
-        lazy="matplotlib cutlass tvm_ffi triton emulator",
+        lazy="matplotlib cutlass tvm_ffi triton emulator shtab",
     ),
     "parallel": Layer(quackish="errors configs reference ops types", outside="torch typing_extensions"),
-    "interrupt": Layer(),
+    "interrupt": Layer(quackish="program"),
     "__init__": Layer(
-        quackish="_version emulation errors interrupt ops configs profiling",
+        quackish="_version emulation errors interrupt ops configs profiling program",
         lazy="emulator integrations parallel testing types",
     ),
-    "__main__": Layer(quackish="_version cli interrupt"),
+    "__main__": Layer(quackish="cli console errors interrupt program"),
 }
 
 

@@ -1,4 +1,4 @@
-"""`python -m quackish precompile`: it stores the kernels that the operations launch.
+"""`quackish precompile`: it stores the kernels that the operations launch.
 
 test_explain.py tests that a dry run launches the same as the operation.
 """
@@ -21,7 +21,7 @@ from quackish.launch.parallel import Outcome
 
 
 @pytest.fixture(autouse=True)
-def folder(monkeypatch, tmp_path):
+def folder(monkeypatch, tmp_path, wide):
     monkeypatch.setenv("QUACKISH_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("QUACKISH_CACHE", raising=False)
     return tmp_path / "cache"

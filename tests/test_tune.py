@@ -1,4 +1,4 @@
-"""`python -m quackish tune`: candidates, the search with fake times, and the command's output and table."""
+"""`quackish tune`: candidates, the search with fake times, and the command's output and table."""
 
 import dataclasses
 import functools
@@ -34,7 +34,7 @@ DX = GemmProblem("rows", BF16, BF16, b_major="n")
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch, wide):
     """The folder of the user's table, empty."""
     monkeypatch.setenv("QUACKISH_CONFIG_DIR", str(tmp_path))
     choose.reload()
@@ -337,7 +337,7 @@ def test_a_faster_config_is_stored_and_used(folder, capsys):
     out = capsys.readouterr().out
     assert "11.1 % faster than the analytical choice, noise 1.0 %." in out
     assert f"Written to {folder / 'tuned.json'}." in out
-    assert "m=4096           10.0      9.0  1.111" in out
+    assert "  m=4096\n           10.0      9.0  1.111\n" in out
     found = choose.choose("rms_norm_fwd", FORWARD, H200)
     assert (found.config, found.source) == (configs[-1], "user table")
     assert "11.1 % faster than the analytical choice at m=4096 (20" in found.reason

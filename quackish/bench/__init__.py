@@ -1,4 +1,4 @@
-"""Measures operations and other libraries, for `python -m quackish bench` and the programs in benchmarks/.
+"""Measures operations and other libraries, for `quackish bench` and the programs in benchmarks/.
 
     cells                   what to measure: operation, shape, dtype, direction
     table, providers_*      how each operation is measured; quackish and its peers, called at their public entry points
@@ -7,7 +7,6 @@
     environment, results    columns and rows of a results file
     report, plots           pages, figures
     compare                 compares two results files
-    console                 progress, SIGTERM
 
 Packages of the extra `bench` are imported inside functions.
 """

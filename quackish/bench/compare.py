@@ -1,12 +1,13 @@
 """Compares two results files: the ratios of their common rows, and the regressions."""
 
+import itertools
 from pathlib import Path
 from typing import NamedTuple
 
 from quackish.bench.cells import NOT_PROVIDERS, Cell
 from quackish.bench.environment import ENVIRONMENT
 from quackish.bench.results import Row, cell_of, read_rows
-from quackish.profiling import text_table
+from quackish.console import fill, text_table
 
 
 class Pair(NamedTuple):
@@ -37,13 +38,19 @@ def compare(before: Path, after: Path, fail: float) -> tuple[str, list[Pair]]:
     for name in ENVIRONMENT:
         old, new = (", ".join(dict.fromkeys(row[name] for row in rows.values())) for rows in (a, b))
         if old != new and name != "date":
-            parts.append(f"{name}: {old or '-'} -> {new or '-'}")
-    header = ("cell", "provider", "ms before", "after", "ratio", "memory ratio", "")
-    parts.append(text_table(header, list(map(_line, pairs)), "llrrrrl"))
+            parts.append(fill(f"{name}: {old or '-'} -> {new or '-'}", indent="  "))
+    rows: list[str | tuple[str, ...]] = []
+    for cell, group in itertools.groupby(pairs, lambda pair: pair.cell):
+        rows.append(str(cell))
+        for pair in group:
+            rows.append(_line(pair))
+            rows += [fill(pair.after["status"], "      ")] * (pair.verdict == "fails")
+    header = ("  provider", "ms before", "after", "ratio", "memory ratio", "")
+    parts.append(text_table(header, rows, "lrrrrl"))
     only = [f"{key[0]} {key[1]} ({'before' if key in a else 'after'})" for key in keys if key not in a or key not in b]
-    parts += [f"in one file only: {'; '.join(only)}"] if only else []
+    parts += [fill(f"in one file only: {'; '.join(only)}", indent="  ")] if only else []
     slower = f"slower by more than {100 * fail:g} % and by more than the noise"
-    parts.append(f"{len(regressions(pairs))} of {len(pairs)} rows are {slower}, or fail now")
+    parts.append(fill(f"{len(regressions(pairs))} of {len(pairs)} rows are {slower}, or fail now"))
     return "\n".join(parts), pairs
 
 
@@ -53,8 +60,7 @@ def regressions(pairs: list[Pair]) -> list[Pair]:
 
 def _line(pair: Pair) -> tuple[str, ...]:
     times = (f"{float(row['median_ms']):.4g}" if row["median_ms"] else "-" for row in (pair.before, pair.after))
-    why = f"{pair.verdict}: {pair.after['status']}" if pair.verdict == "fails" else pair.verdict
-    return str(pair.cell), pair.provider, *times, pair.ratio("median_ms"), pair.ratio("peak_mb"), why
+    return f"  {pair.provider}", *times, pair.ratio("median_ms"), pair.ratio("peak_mb"), pair.verdict
 
 
 def _verdict(a: Row, b: Row, fail: float) -> str:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from quackish.bench import plots
 from quackish.bench.cells import NONE_IGNORED, Cell, is_ours
 from quackish.bench.results import Results, Row, cell_of, read_rows, scale_of
+from quackish.console import fill
 
 Verdict = tuple[str, str]  # (PASS or FAIL, the numbers)
 ROOFS = {"three-gemms": "3 GEMMs", "gemm-logits": "logits", "gemm-dx": "dX", "gemm-dw": "dW"}
@@ -39,9 +40,9 @@ def report(path: Path, page: Page) -> None:
     page_path.write_text(markdown(results, page), encoding="utf-8")
     figures = page.figures(results, path)
     for word, text in page.verdicts(results):
-        print(f"{word}  {text}")
-    print(results.noise())
-    print(f"wrote {path}, {', '.join(file.name for file in (page_path, *figures))}", flush=True)
+        print(fill(text, f"{word}  "))
+    print(fill(results.noise(), indent="  "))
+    print(fill(f"wrote {path}, {', '.join(file.name for file in (page_path, *figures))}", indent="  "), flush=True)
 
 
 # The page -------------------------------------------------------------------------------------------------------------

@@ -10,10 +10,11 @@ from typing import Any
 
 from quackish.bench import report
 from quackish.bench.cells import AGAIN, NOT_PROVIDERS, Job
-from quackish.bench.console import end_on_sigterm, progress
 from quackish.bench.measure import Record
 from quackish.bench.processes import Supervisor
 from quackish.bench.results import CsvLog, read_rows, row_of, scale_of
+from quackish.console import Progress, fill
+from quackish.interrupt import end_on_sigterm
 
 INTERRUPTED = "interrupted"
 
@@ -58,7 +59,7 @@ def run(
                 os.replace(file, path)
                 report.report(path, page)
             elif rows is not None and rows.count:
-                print(f"{path} is unchanged; the rows of this run are in {file}", flush=True)
+                print(fill(f"{path} is unchanged; the rows of this run are in {file}", indent="  "), flush=True)
             elif keeps:
                 file.unlink()
     return measured
@@ -74,26 +75,25 @@ def _new_file(path: Path) -> Path:
 
 def _measure(jobs: Sequence[Job], supervisor: Supervisor, log: CsvLog) -> bool:
     """Returns True if a provider was measured."""
-    show, measured = progress(len(jobs)), False
-    for i, job in enumerate(jobs):
+    measured = False
+    with Progress(len(jobs)) as show:
+        for i, job in enumerate(jobs):
 
-        def begin(step: str, i=i, cell=job.cell) -> None:
-            show(i, f"{cell}: {step}")
+            def begin(step: str, i=i, cell=job.cell) -> None:
+                show(i, f"{cell}: {step}")
 
-        records: dict[str, Record] = {}
-        try:
-            for name, record in supervisor.measure(job, begin):
-                records[name] = record
-        except BaseException:
-            records = {name: _interrupted(record) for name, record in records.items()}
-            raise
-        finally:
-            log.write(row_of(job, name, record) for name, record in records.items())
-        measured |= any("median_ms" in record and name not in NOT_PROVIDERS for name, record in records.items())
-        print(_line(job, records), flush=True)
-        for name, record in records.items():
-            if record["status"] != "ok":
-                print(f"  {name}: {record['status']}")
+            records: dict[str, Record] = {}
+            try:
+                for name, record in supervisor.measure(job, begin):
+                    records[name] = record
+            except BaseException:
+                records = {name: _interrupted(record) for name, record in records.items()}
+                raise
+            finally:
+                log.write(row_of(job, name, record) for name, record in records.items())
+            measured |= any("median_ms" in record and name not in NOT_PROVIDERS for name, record in records.items())
+            show.clear()
+            print(_lines(job, records), flush=True)
     return measured
 
 
@@ -105,8 +105,8 @@ def _interrupted(record: Record) -> Record:
     return record | {"note": ", ".join(filter(None, (record.get("note"), INTERRUPTED)))}
 
 
-def _line(job: Job, records: Mapping[str, Record]) -> str:
-    """One line per cell, the fastest first: time, and its ratio to the roof."""
+def _lines(job: Job, records: Mapping[str, Record]) -> str:
+    """The cell, its times, the fastest first, with their ratios to the roof, and the providers that failed."""
     scale, unit = scale_of(job.cell)
     timed = {name: record for name, record in records.items() if "median_ms" in record and name != AGAIN}
 
@@ -115,4 +115,6 @@ def _line(job: Job, records: Mapping[str, Record]) -> str:
         return f"{name} {scale * ms:.4g}" + (f" = {ms / roof:.3f}" if roof else "")
 
     fastest_first = sorted(timed, key=lambda name: timed[name]["median_ms"])
-    return f"{job.cell} | {unit}: {', '.join(map(shown, fastest_first)) or 'nothing measured'}"
+    times = f"{unit}: {', '.join(map(shown, fastest_first)) or 'nothing measured'}"
+    failed = [fill(f"{name}: {r['status']}", "  ", "    ") for name, r in records.items() if r["status"] != "ok"]
+    return "\n".join([fill(f"{job.cell} | {times}", indent="    "), *failed])

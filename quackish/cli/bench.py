@@ -1,9 +1,9 @@
 """Times an operation and every installed peer, or compares two results.
 
-    python -m quackish bench rms_norm --model llama3-8b qwen3-8b --tokens 4096,8192
-    python -m quackish bench linear_cross_entropy --shapes 8192x4096x128256 --providers "quackish*" liger
-    python -m quackish bench grouped_mlp --model qwen3-30b-a3b olmoe-1b-7b --tokens 16384
-    python -m quackish bench compare before.csv after.csv --fail 3%
+    quackish bench rms_norm --model llama3-8b qwen3-8b --tokens 4096,8192
+    quackish bench linear_cross_entropy --shapes 8192x4096x128256 --providers "quackish*" liger
+    quackish bench grouped_mlp --model qwen3-30b-a3b olmoe-1b-7b --tokens 16384
+    quackish bench compare before.csv after.csv --fail 3%
 
 In each cell (shape, dtype and direction) all providers take turns on a cold L2, together with the roof: PyTorch's
 kernels for the same memory traffic or matmuls. A CSV, a page and figures go to the folder --out. A provider that
@@ -18,8 +18,8 @@ import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quackish.argument_types import Words, one_of
 from quackish.cli.parser import CommandError, check_bench_extra, output_folder, positive
-from quackish.operations.argument_types import one_of
 from quackish.operations.table import DTYPES
 
 if TYPE_CHECKING:
@@ -52,16 +52,29 @@ def _add_measuring_arguments(parser: argparse.ArgumentParser, bench: "Bench") ->
         parser.add_argument(option, help=help, **arguments)
 
     model_help = f'models or patterns ("qwen3-*"), of {", ".join(bench.models)}; default: the first, without --shapes'
-    add("--model", model_help, nargs="+", default=[], metavar="NAME")
+    add("--model", model_help, type=Words(tuple(bench.models), str), nargs="+", default=[], metavar="NAME")
     tokens_help = "tokens for the models; default 4096,8192,16384, with --quick 8192"
     add("--tokens", tokens_help, type=_list_of(positive), metavar="M[,...]")
     shapes_help = f"{bench.op.form} such as {bench.op.example}"
     add("--shapes", shapes_help, type=_list_of(str), nargs="+", default=[], metavar="SHAPE[,...]")
     direction_help = "default both; except for rms_norm, forward is without grad, and backward means forward + backward"
     add("--direction", direction_help, choices=("forward", "backward", "both"), default="both")
-    add("--dtype", ", ".join(_DTYPES), type=_list_of(one_of(_DTYPES)), default=["bfloat16"], metavar="DTYPE[,...]")
+    add(
+        "--dtype",
+        ", ".join(_DTYPES),
+        type=Words(tuple(_DTYPES), _list_of(one_of(_DTYPES))),
+        default=["bfloat16"],
+        metavar="DTYPE[,...]",
+    )
     providers_help = f'names or patterns ("quackish*"), of {", ".join(bench.providers)}; module:attribute adds your own'
-    add("--providers", providers_help, type=_list_of(str), nargs="+", default=[], metavar="NAME[,...]")
+    add(
+        "--providers",
+        providers_help,
+        type=Words(bench.providers, _list_of(str)),
+        nargs="+",
+        default=[],
+        metavar="NAME[,...]",
+    )
     add("--quick", "fewer samples, and one size by default", action="store_true")
     add("--out", "output folder; default %(default)s", type=output_folder, default="out/bench")
     existing = parser.add_mutually_exclusive_group()
@@ -93,9 +106,9 @@ def _measure(args: argparse.Namespace) -> int:
 
     from quackish.bench import runner
     from quackish.bench.cells import Cell, Job, is_ours, shape_name
-    from quackish.bench.console import NO_GPU
     from quackish.bench.results import read_rows
     from quackish.bench.table import BENCHES
+    from quackish.console import NO_GPU, fill
 
     bench, gpu = BENCHES[args.what], torch.cuda.is_available()
     if args.tokens and args.shapes and not args.model:
@@ -106,7 +119,7 @@ def _measure(args: argparse.Namespace) -> int:
     patterns = list(itertools.chain(*args.providers))
     if not gpu:
         shapes = {tuple(map(min, shape, bench.op.small)): "" for shape in shapes}
-        print(f"{NO_GPU} Shapes are at most {shape_name(bench.op.small)}.", flush=True)
+        print(fill(f"{NO_GPU} Shapes are at most {shape_name(bench.op.small)}."), flush=True)
     jobs = []
     directions = ("forward", "backward") if args.direction == "both" else (args.direction,)
     for dtype, (shape, model_names), direction in itertools.product(args.dtype, shapes.items(), directions):

@@ -1,10 +1,10 @@
 """Manages the compiled kernels on disk: list, verify, clear, export, import.
 
-    python -m quackish cache ls
-    python -m quackish cache verify --delete
-    python -m quackish cache clear --stale
-    python -m quackish cache export kernels.tar
-    python -m quackish cache import kernels.tar
+    quackish cache ls
+    quackish cache verify --delete
+    quackish cache clear --stale
+    quackish cache export kernels.tar
+    quackish cache import kernels.tar
 
 The folder is the user's cache folder, or QUACKISH_CACHE_DIR. A kernel is usable only with the versions, sources and CPU
 architecture it was compiled with; on x86_64 it runs on every CPU, with or without AVX.
@@ -18,13 +18,16 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from quackish import program
 from quackish.cli.parser import CommandError
+from quackish.console import fill
 from quackish.launch import cache, upkeep
 from quackish.launch.upkeep import Entry, printable
-from quackish.profiling import text_table
 from quackish.work import SHORT
 
-_VERIFY = "`python -m quackish cache verify` shows why"
+
+def _verify_command() -> str:
+    return f"`{program.name()} cache verify` shows why"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,28 +55,35 @@ def run(args: argparse.Namespace) -> int:
     try:
         return args.function(args)
     except (OSError, ValueError) as error:
-        raise CommandError(f"{args.what}: {error}") from error
+        why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
+        raise CommandError(f"{args.what}: {why}") from error
 
 
 def _ls(args: argparse.Namespace) -> int:
     good, bad = _good_and_bad()
-    if good:
-        header = ["kernel", "target", "compiled with", "size", "date", "usable here", "problem", "config"]
-        print(text_table(header, [_row(entry) for entry in good], "lllrllll") + "\n")
-    print(f"{_count(good)}, {_size(good)}, in {cache.location()}" + (" (QUACKISH_CACHE=0: off)" * cache.is_off()))
+    groups: dict[str, list[Entry]] = {}
+    for entry in good:
+        reason = upkeep.why_unusable(entry.identity)
+        usable = f"not usable here: {reason}" if reason else "usable here"
+        groups.setdefault(printable(f"{_compiled_with(entry)}, {usable}"), []).append(entry)
+    for title, entries in groups.items():
+        print(fill(f"Compiled with {title}", indent="    "))
+        print("\n".join(map(_listed, entries)) + "\n")
+    off = " (QUACKISH_CACHE=0: off)" * cache.is_off()
+    print(fill(f"{_count(good)}, {_size(good)}, in {cache.location()}{off}", indent="  "))
     if bad:
-        print(f"{_count(bad)} bad: {_VERIFY}")
+        print(fill(f"{_count(bad)} bad: {_verify_command()}"))
     return 0
 
 
 def _verify(args: argparse.Namespace) -> int:
     good, bad = _good_and_bad()
     if folder_fault := upkeep.folder_fault():
-        print(f"{cache.location()}: {folder_fault}")
+        print(fill(f"{cache.location()}: {folder_fault}", indent="  "))
     for entry in bad:
-        print(printable(f"{entry.path}: {entry.fault}"))
+        print(fill(printable(f"{entry.path}: {entry.fault}"), indent="  "))
     failed = _delete([entry.path for entry in bad]) if args.delete else bool(bad)
-    print(f"{_count(good + bad)} in {cache.location()}: {len(good)} good, {len(bad)} bad")
+    print(fill(f"{_count(good + bad)} in {cache.location()}: {len(good)} good, {len(bad)} bad", indent="  "))
     return 1 if folder_fault or failed else 0
 
 
@@ -93,22 +103,22 @@ def _delete(paths: Sequence[Path]) -> bool:
     """Returns True if a file could not be deleted."""
     count, failures = upkeep.remove(paths)
     for line in failures:
-        print(printable(line))
-    print(f"deleted {count} of {len(paths)} files in {cache.location()}")
+        print(fill(printable(line), indent="  "))
+    print(fill(f"deleted {count} of {len(paths)} files in {cache.location()}", indent="  "))
     return bool(failures)
 
 
 def _export(args: argparse.Namespace) -> int:
     good, bad = _good_and_bad()
     if bad:
-        print(f"skipped {_count(bad)}, bad: {_VERIFY}", file=sys.stderr)
+        print(f"skipped {_count(bad)}, bad: {_verify_command()}", file=sys.stderr)
     if not good:
         raise ValueError(f"no kernel to export in {cache.location()}")
     upkeep.pack(good, args.file)
-    print(f"wrote {_count(good)}, {_size(good)}, to {args.file}")
+    print(fill(f"wrote {_count(good)}, {_size(good)}, to {args.file}", indent="  "))
     for line in sorted({f"{_compiled_with(entry)} {entry.identity['target']}" for entry in good}):
-        print(f"  compiled with and for: {printable(line)}")
-    print("usable with the same versions, sources and CPU architecture: `cache import` shows which are")
+        print(fill(f"compiled with and for: {printable(line)}", "  "))
+    print(fill("usable with the same versions, sources and CPU architecture: `cache import` shows which are"))
     return 0
 
 
@@ -116,12 +126,13 @@ def _import(args: argparse.Namespace) -> int:
     if cache.is_off():
         raise ValueError("QUACKISH_CACHE=0 turns the cache off here")
     added, existing = upkeep.unpack(args.file)
-    print(f"added {_count(added)} from {args.file} to {cache.location()}; they are code that will run")
+    what = f"added {_count(added)} from {args.file} to {cache.location()}; they are code that will run"
+    print(fill(what, indent="  "))
     if existing:
         print(f"kept {_count(existing)} that existed already")
     reasons = Counter(e.fault or upkeep.why_unusable(e.identity) for e in [*added, *existing])
     for reason, count in sorted(reasons.items()):
-        print(f"  {count} not usable here: {reason}" if reason else f"  {count} usable here")
+        print(fill(f"{count} not usable here: {reason}" if reason else f"{count} usable here", "  ", "    "))
     return 0
 
 
@@ -130,19 +141,12 @@ def _good_and_bad() -> tuple[list[Entry], list[Entry]]:
     return [entry for entry in entries if not entry.fault], [entry for entry in entries if entry.fault]
 
 
-def _row(entry: Entry) -> list[str]:
-    identity, reason = entry.identity, upkeep.why_unusable(entry.identity)
-    cells = [
-        identity["kernel"].rpartition(".")[2],
-        identity["target"],
-        _compiled_with(entry),
-        f"{entry.bytes / 1e3:.0f} kB",
-        time.strftime("%Y-%m-%d", time.localtime(entry.modified)),
-        f"no: {reason}" if reason else "yes",
-        short(identity["problem"]),
-        short(identity["config"]),
-    ]
-    return [printable(cell) for cell in cells]
+def _listed(entry: Entry) -> str:
+    """The kernel, its problem and its config."""
+    identity, date = entry.identity, time.strftime("%Y-%m-%d", time.localtime(entry.modified))
+    kernel = f"{identity['kernel'].rpartition('.')[2]} {identity['target']}, {entry.bytes / 1e3:.0f} kB, {date}"
+    below = [fill(printable(short(identity[part])), "    ") for part in ("problem", "config")]
+    return "\n".join([fill(printable(kernel), "  "), *below])
 
 
 def _compiled_with(entry: Entry) -> str:

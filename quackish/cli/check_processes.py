@@ -17,6 +17,7 @@ from typing import Any
 from quackish import kernels
 from quackish.cli.check import SELF_TESTS, TIMED, load
 from quackish.cli.check_call import Check, Record, serve
+from quackish.console import fill
 from quackish.gpu import Gpu
 
 # Seconds between two events of a process. Importing PyTorch, compiling ten kernels of a call on one core, and truth of
@@ -43,7 +44,8 @@ def run_all(todo: Sequence[Check], device: str, **options: Any) -> list[Record]:
     for i, check in enumerate(todo, 1):
         record = run(check, device, **options)
         message = record["message"] and f": {record['message']}"
-        print(f"[{i}/{len(todo)}] {record['result']:9} {check}{message}", file=sys.stderr, flush=True)
+        line = f"[{i}/{len(todo)}] {record['result']:9} {check}{message}"
+        print(fill(line, indent="    "), file=sys.stderr, flush=True)
         records.append(record)
     return records
 

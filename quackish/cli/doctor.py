@@ -1,8 +1,8 @@
 """Checks the installation: versions, GPUs, compiler, cache, and the path and results of each operation.
 
-    python -m quackish doctor
-    python -m quackish doctor --json
-    python -m quackish doctor --check     # for a new GPU model: tests and times every kernel
+    quackish doctor
+    quackish doctor --json
+    quackish doctor --check     # for a new GPU model: tests and times every kernel
 
 The exit status is 1 if there are problems, each with a suggestion. Forward and backward of each operation are compared
 with the reference in fp64, and with the bits of a second run. This takes a second, longer if kernels must be compiled.
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quackish import kernels, toolchain, variables
+from quackish import kernels, program, toolchain, variables
 from quackish._version import __version__
 from quackish.bench import torch_kernel
 from quackish.bench.environment import PEERS, device_to_measure, driver_version, version
@@ -38,6 +38,7 @@ from quackish.cli.check_call import Check
 from quackish.cli.check_processes import checks, per_kernel, run_all, summary
 from quackish.cli.parser import CommandError
 from quackish.configs import table
+from quackish.console import fill, width
 from quackish.errors import UnsupportedError
 from quackish.files import why_no_output
 from quackish.gpu import Gpu, gpu_of
@@ -81,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.check and not torch.cuda.is_available():
-        raise CommandError("there is no GPU here to check; `python -m quackish emulate` runs kernels on a CPU")
+        raise CommandError(f"there is no GPU here to check; `{program.name()} emulate` runs kernels on a CPU")
     report = examine(SECTIONS | CHECKS if args.check else SECTIONS)
     print(json.dumps(report, indent=1) if args.json else text(report))
     if args.check:
@@ -115,15 +116,24 @@ def text(report: Report) -> str:
     lines = []
     for title, section in report.items():
         if section and title not in ("notes", "problems", "check"):
-            width = max(map(len, section))
-            rows = [f"  {name:{width}}  {value}" for name, value in section.items() if value not in (None, "")]
-            lines += [title.capitalize(), *rows, ""]
-    lines += [f"Note: {note}" for note in report["notes"]] + [""] * bool(report["notes"])
+            lines += [title.capitalize(), *_rows(section), ""]
+    lines += [fill(f"Note: {note}", indent="  ") for note in report["notes"]] + [""] * bool(report["notes"])
     problems = report["problems"]
     lines += [f"{len(problems)} problem{'s' if len(problems) > 1 else ''}:"] if problems else ["No problem found."]
     for i, problem in enumerate(problems, 1):
-        lines += [f"  {i}. {problem['what']}", f"     {problem['to_do']}"]
+        lines += [fill(problem["what"], f"  {i}. "), fill(problem["to_do"], "     ")]
     return "\n".join(lines)
+
+
+def _rows(section: Mapping[str, str]) -> list[str]:
+    """Values beside names; below them if the section has a long name, or the value is too long for one line."""
+    given = {name: value for name, value in section.items() if value not in (None, "")}
+    column = max(map(len, given), default=0)
+    rows = []
+    for name, value in given.items():
+        row = f"  {name:{column}}  {value}"
+        rows.append(row if len(row) <= width() else f"  {name}\n{fill(value, '    ')}")
+    return rows
 
 
 # Versions and GPUs ---------------------------------------------------------------------------------------------------
@@ -281,10 +291,10 @@ def cache_health(report: Report) -> dict[str, str]:
         report.problem(f"the cache folder {folder} cannot be used: {fault}", to_do)
     if bad:
         what = f"{len(bad)} of {len(entries)} files in {folder} cannot be used, the first because: {bad[0].fault}"
-        report.problem(what, "`python -m quackish cache verify --delete` deletes them; they are compiled again.")
+        report.problem(what, f"`{program.name()} cache verify --delete` deletes them; they are compiled again.")
     if stale:
         what = f"{len(stale)} of {len(entries)} kernels on disk are for other versions, sources or CPUs; "
-        report.note(f"{what}`python -m quackish cache clear --stale` deletes them.")
+        report.note(f"{what}`{program.name()} cache clear --stale` deletes them.")
     location = f"{folder}" if folder.is_dir() else f"{folder} (does not exist yet)"
     return {"folder": location, "kernels": f"{len(entries)}, {sum(entry.bytes for entry in entries) / 1e6:.2f} MB"}
 
@@ -303,7 +313,6 @@ def environment(report: Report) -> dict[str, str]:
 
 
 KERNELS, PORTABLE = "kernels", "portable path"
-_REPORT = "Please report it, with the output of `python -m quackish doctor --json`."
 OPERATIONS = {name: case for name, case in check.SELF_TESTS.items() if "," not in name}
 
 
@@ -329,7 +338,7 @@ def operations(
         verdict = f"{path}: {'WRONG' if fault else 'ok'}"
         rows[f"{name} on {device}"] = "; ".join(filter(None, (verdict, summary, why_portable)))
         if fault:
-            report.problem(f"{name} on {device} ({path}) {fault}", _REPORT)
+            report.problem(f"{name} on {device} ({path}) {fault}", _please_report("--json"))
         # A missing compiler is reported by `compiler`.
         if why_portable and expects(device, case.kernel) and toolchain.versions() is not None:
             report.problem(f"{name} runs the portable path on {device}, expected kernels", why_portable)
@@ -351,6 +360,10 @@ def _check_results(case: Case, args: Args, first: Tensors, second: Tensors, path
     if not wrong and not same and path == KERNELS:  # the portable path depends on PyTorch's GEMMs
         fault = f"gives {bits}"
     return f"errors {', '.join(f'{name} {off:.1e}' for name, off in errors.items())}; {bits}", fault
+
+
+def _please_report(option: str) -> str:
+    return f"Please report it, with the output of `{program.name()} doctor {option}`."
 
 
 SECTIONS: dict[str, Callable[[Report], Any]] = {
@@ -376,7 +389,7 @@ def check_kernels(
     for record in records:
         if record["result"] != "ok":
             what = f"{record['call']}{', unverified kernels' * record['unverified']}: {record['result']}"
-            report.problem(f"{what}: {record['message']}", _REPORT.replace("doctor --json", "doctor --check"))
+            report.problem(f"{what}: {record['message']}", _please_report("--check"))
     return {row["kernel"]: summary(row) for row in rows}
 
 

@@ -1,8 +1,8 @@
 """Runs the kernels of a call on the CPU, in an emulator of the GPU's instructions. Needs no GPU.
 
-    python -m quackish emulate rms_norm 64x256 --gpu b200
-    python -m quackish emulate linear_cross_entropy 70x64x300 --schedule recompute --seed 3
-    python -m quackish emulate linear_cross_entropy 70x64x300 --gpu b200 --unverified
+    quackish emulate rms_norm 64x256 --gpu b200
+    quackish emulate linear_cross_entropy 70x64x300 --schedule recompute --seed 3
+    quackish emulate linear_cross_entropy 70x64x300 --gpu b200 --unverified
 
 Runs forward and backward, compares the results with the reference in fp64, and counts for each launch: matrix
 instructions (MMAs), bytes read from and written to global memory, phases of barriers, bytes of shared memory and
@@ -14,23 +14,22 @@ The emulator is slow: choose shapes of some hundred rows and columns. It needs n
 """
 
 import argparse
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 import quackish
+from quackish.argument_types import one_of
 from quackish.cli import operations
 from quackish.cli.check import bound_of
 from quackish.cli.parser import CommandError
+from quackish.console import fill, table_of, text_table
 from quackish.errors import UnsupportedError
 from quackish.gpu import NAMED
 from quackish.operations import OPERATIONS
-from quackish.operations.argument_types import one_of
 from quackish.operations.table import in_fp64
 from quackish.ops.device import unverified_kernels
-from quackish.profiling import table_of, text_table
 from quackish.testing.errors import error
 
 _ENTRIES = tuple(OPERATIONS.values())
@@ -67,11 +66,15 @@ def run(args: argparse.Namespace) -> int:
         print(fault)
         return 1
     rows = _compared(results, op.call(in_fp64(call_args), "reference"))
-    print(f"{args.op} {args.shape} on an emulated {args.gpu}, completion {args.completion}, seed {args.seed}\n")
+    how = f"completion {args.completion}, seed {args.seed}"
+    print(fill(f"{args.op} {args.shape} on an emulated {args.gpu}, {how}", indent="  ") + "\n")
     print(text_table(("result", "dtype", "error", "bound", ""), rows, "llrrl"))
     print()
-    launches = [{title: getattr(launch, field) for title, (field, _) in _COLUMNS.items()} for launch in report.launches]
-    print(table_of(launches, {title: form for title, (_, form) in _COLUMNS.items()}))
+    launches: list[str | dict[str, int]] = []
+    for launch in report.launches:
+        launches += [fill(f"{launch.kernel}, grid {_triple(launch.grid)}, cluster {_triple(launch.cluster)}")]
+        launches += [{title: getattr(launch, field) for title, field in _COLUMNS.items()}]
+    print(table_of(launches, dict.fromkeys(_COLUMNS, "d")))
     return int(any(row[-1] for row in rows))
 
 
@@ -89,16 +92,13 @@ def _triple(sizes: tuple[int, int, int]) -> str:
     return "x".join(map(str, sizes)).removesuffix("x1").removesuffix("x1")
 
 
-# Headings, the fields of a LaunchReport below them, and how to print these.
-_COLUMNS: dict[str, tuple[str, str | Callable[[Any], str]]] = {
-    "kernel": ("kernel", ""),
-    "grid": ("grid", _triple),
-    "cluster": ("cluster", _triple),
-    "MMAs": ("mmas", "d"),
-    "read": ("bytes_read", "d"),
-    "written": ("bytes_written", "d"),
-    "phases": ("barrier_phases", "d"),
-    "shared": ("shared_bytes", "d"),
-    "tensor": ("tensor_memory_columns", "d"),
-    "instructions": ("instructions", "d"),
+# Headings, and the fields of a LaunchReport below them.
+_COLUMNS = {
+    "MMAs": "mmas",
+    "read": "bytes_read",
+    "written": "bytes_written",
+    "phases": "barrier_phases",
+    "shared": "shared_bytes",
+    "tensor": "tensor_memory_columns",
+    "instructions": "instructions",
 }

@@ -1,9 +1,9 @@
 """Shows the kernels and configs that a call uses and why, with bytes, FLOPs, estimated time and peak memory.
 
-    python -m quackish explain rms_norm_backward 16384x4096 --gpu b200
-    python -m quackish explain linear_cross_entropy 8192x4096x128256 --schedule recompute
-    python -m quackish explain linear_cross_entropy 8192x4096x128256 --gpu b200 --unverified
-    python -m quackish explain grouped_mlp 131072x2048x768x128 --scales
+    quackish explain rms_norm_backward 16384x4096 --gpu b200
+    quackish explain linear_cross_entropy 8192x4096x128256 --schedule recompute
+    quackish explain linear_cross_entropy 8192x4096x128256 --gpu b200 --unverified
+    quackish explain grouped_mlp 131072x2048x768x128 --scales
 
 Needs no GPU. Each kernel is compiled for the chosen GPU, which takes a second, to read its registers and shared memory
 with cuobjdump, from Triton's wheel or the CUDA toolkit. --no-compile skips this.
@@ -15,21 +15,22 @@ For linear cross entropy a table shows what each memory_limit selects.
 """
 
 import argparse
+import itertools
 import math
-import sys
+from collections.abc import Sequence
 from typing import Any
 
 from quackish import kernels, launch
-from quackish.bench.console import progress
+from quackish.argument_types import one_of
 from quackish.cli import operations
 from quackish.cli.dry_run import DryRun, Point, Step, frontier
 from quackish.cli.operations import CALLS, call_arguments, dry_run_call, hides_gemm, select_gpu
 from quackish.configs.choose import Choice
+from quackish.console import Progress, fill, table_of, text_table
 from quackish.gpu import NAMED, Gpu, Roofs, roofs_of
 from quackish.launch import Resources
-from quackish.operations.argument_types import one_of
 from quackish.ops.device import unverified_kernels
-from quackish.profiling import speeds, table_of, text_table
+from quackish.profiling import speeds
 from quackish.work import describe, estimate
 
 _SYSTEM_SMEM_BYTES = 1024  # per CTA
@@ -57,9 +58,7 @@ def text(args: argparse.Namespace) -> str:
     where = f"{gpu.name} ({gpu.target}, {gpu.sm_count} SMs)" if gpu else "a CPU"
     head = [f"{args.op} {args.shape} {args.dtype} on {where}", *[f"GPU: {why}"] * bool(why)]
     if dry.portable is not None:
-        return "\n".join(
-            [*head, "Path: the portable path, in plain PyTorch", f"Why: {dry.portable}", *_hint(args, gpu)]
-        )
+        return _filled([*head, "Path: the portable path, in plain PyTorch", f"Why: {dry.portable}", *_hint(args, gpu)])
     head += ["Path: quackish's kernels", *(f"{title}: {decision}" for title, decision in dry.plan.items())]
     roofs, notes = roofs_of(gpu), list(dry.notes)
     if gpu.family != "sm_90":
@@ -80,7 +79,11 @@ def text(args: argparse.Namespace) -> str:
             notes.append(
                 "Expected times: expected_time in quackish/configs/linear_cross_entropy.py, all gradients, bf16."
             )
-    return "\n\n".join(["\n".join(head), *parts, "\n".join([_roofs(roofs, gpu), *notes])])
+    return "\n\n".join([_filled(head), *parts, _filled([_roofs(roofs, gpu), *notes])])
+
+
+def _filled(lines: Sequence[str]) -> str:
+    return "\n".join(fill(line, indent="  ") for line in lines)
 
 
 def _hint(args: argparse.Namespace, gpu: Gpu | None) -> list[str]:
@@ -94,11 +97,12 @@ def _hint(args: argparse.Namespace, gpu: Gpu | None) -> list[str]:
 def _resource_usage(distinct: list[_Kernel], gpu: Gpu, notes: list[str]) -> list[Resources]:
     """The resources of each kernel; empty, with a note, if they cannot be read."""
     usage: list[Resources] = []
-    show = progress(len(distinct), sys.stderr)
     try:
-        for name, problem, choice in distinct:
-            show(len(usage), "compiling kernels")
-            usage.append(launch.resources(kernels.find(name, gpu, unverified=True), problem, choice.config, gpu.target))
+        with Progress(len(distinct)) as show:
+            for name, problem, choice in distinct:
+                show(len(usage), "compiling kernels")
+                kernel = kernels.find(name, gpu, unverified=True)
+                usage.append(launch.resources(kernel, problem, choice.config, gpu.target))
     except (FileNotFoundError, ModuleNotFoundError) as error:
         why = "nvidia-cutlass-dsl, the compiler, is not installed." if isinstance(error, ImportError) else error
         notes.append(f"Registers and shared memory are not shown: {why}")
@@ -107,29 +111,30 @@ def _resource_usage(distinct: list[_Kernel], gpu: Gpu, notes: list[str]) -> list
 
 
 def _launch_table(steps: list[Step], distinct: list[_Kernel], roofs: Roofs | None) -> str:
-    """Equal launches share a row, in the order of their first launch."""
+    """Numbers and sizes of each launch. Equal launches share a row, in the order of their first launch."""
     equal: dict[tuple, list[Step]] = {}
     for step in steps:
         equal.setdefault((step.phase, step.kernel, step.problem, step.choice, *step.sizes.items()), []).append(step)
-    rows: list[dict[str, Any]] = []
-    total: dict[str, Any] = {"kernel": "all", "calls": sum(step.calls for step in steps)}
-    for group in equal.values():
-        step, calls = group[0], sum(step.calls for step in group)
-        is_ours = step.choice is not None
-        number = f"[{distinct.index((step.kernel, step.problem, step.choice)) + 1}] " if is_ours else ""
-        sizes = describe(None, step.sizes) if is_ours else step.problem
-        row = {"phase": step.phase, "kernel": number + step.kernel, "sizes": sizes, "calls": calls}
-        row |= {"read": step.work.bytes_read, "written": step.work.bytes_written, "FLOPs": step.work.flops}
-        if roofs is not None:
-            expected = estimate(step.work, roofs)
-            row |= {"estimated us": expected.us, "bound": expected.bound}
-        rows.append(row)
-        for column in {"read", "written", "FLOPs", "estimated us"} & row.keys():
-            total[column] = total.get(column, 0) + calls * row[column]
-    formats: dict[str, Any] = {"phase": "", "kernel": "", "sizes": "", "calls": "d"}
-    formats |= {"read": _bytes, "written": _bytes, "FLOPs": _unit}
+    rows: list[str | dict[str, Any]] = []
+    total: dict[str, Any] = {"launch": f"{sum(step.calls for step in steps)} launches"}
+    for phase, groups in itertools.groupby(equal.values(), lambda group: group[0].phase):
+        rows.append(phase)
+        for group in groups:
+            step, calls = group[0], sum(step.calls for step in group)
+            is_ours = step.choice is not None
+            number = f"[{distinct.index((step.kernel, step.problem, step.choice)) + 1}] " if is_ours else ""
+            row: dict[str, Any] = {"launch": number + step.kernel}
+            row |= {"read": step.work.bytes_read, "written": step.work.bytes_written, "FLOPs": step.work.flops}
+            if roofs is not None:
+                expected = estimate(step.work, roofs)
+                row |= {"est. us": expected.us, "bound": expected.bound}
+            sizes = describe(None, step.sizes) if is_ours else step.problem
+            rows += [row, fill(f"{calls} calls, each {sizes}" if calls > 1 else sizes, "    ")]
+            for column in {"read", "written", "FLOPs", "est. us"} & row.keys():
+                total[column] = total.get(column, 0) + calls * row[column]
+    formats: dict[str, Any] = {"launch": "", "read": _bytes, "written": _bytes, "FLOPs": _unit}
     if roofs is not None:
-        formats |= {"estimated us": ".1f", "bound": ""}
+        formats |= {"est. us": ".1f", "bound": ""}
     return table_of(rows + [total] * (len(steps) > 1), formats)
 
 
@@ -139,22 +144,27 @@ def _kernel_list(distinct: list[_Kernel], gpu: Gpu) -> str:
     numbers: dict[str, list[str]] = {}
     for i, (name, problem, choice) in enumerate(distinct, 1):
         config = " ".join(f"{name}={value}" for name, value in vars(choice.config).items())
-        lines += [f"[{i}] {name}, class {kernels.find(name, gpu, unverified=True).__name__}: {describe(problem, {})}"]
-        lines.append(f"    {config}")
+        kernel = f"[{i}] {name}, class {kernels.find(name, gpu, unverified=True).__name__}: {describe(problem, {})}"
+        lines += [fill(kernel, indent="    "), fill(config, "    ")]
         numbers.setdefault(f"{choice.source}: {choice.reason}", []).append(f"[{i}]")
-    return "\n".join(lines + [f"{' '.join(numbered)} {reason}" for reason, numbered in numbers.items()])
+    reasons = [fill(f"{' '.join(numbered)} {reason}", indent="    ") for reason, numbered in numbers.items()]
+    return "\n".join(lines + reasons)
 
 
 def _resource_table(distinct: list[_Kernel], usage: list[Resources], gpu: Gpu) -> str:
-    rows = []
+    rows, spills = [], []
     for i, ((name, _, choice), used) in enumerate(zip(distinct, usage, strict=True), 1):
         count, limit = _ctas_per_sm(used, choice.config, gpu)
-        row = {"kernel": f"[{i}] {name}", "registers": used.registers, "stack B": used.stack_bytes}
-        row |= {"local loads": used.local_loads, "stores": used.local_stores, "shared B": used.smem_bytes}
+        row = {"kernel": f"[{i}] {name}", "registers": used.registers, "shared B": used.smem_bytes}
         row |= {"threads": used.threads or choice.config.threads, "CTAs/SM": count, "limited by": limit}
         rows.append(row)
+        if used.stack_bytes or used.local_loads or used.local_stores:
+            local = f"{used.local_loads} local loads, {used.local_stores} local stores"
+            spills.append(
+                fill(f"[{i}] {name} spills registers: {used.stack_bytes} bytes of stack, {local}.", indent="  ")
+            )
     formats = dict.fromkeys(rows[0], "d") | {"kernel": "", "limited by": ""}
-    return table_of(rows, formats)
+    return "\n".join([table_of(rows, formats), *(spills or ["No kernel spills registers."])])
 
 
 def _ctas_per_sm(used: Resources, config: Any, gpu: Gpu) -> tuple[int, str]:

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from quackish import kernels
+from quackish.argument_types import one_of
 from quackish.cli import dry_run
 from quackish.cli.dry_run import DryRun
 from quackish.cli.parser import CommandError
 from quackish.gpu import H200, NAMED, Gpu, gpu_of
 from quackish.operations import OPERATIONS
-from quackish.operations.argument_types import one_of
 from quackish.operations.table import DTYPES, Args, Operation, parse_shape
 from quackish.ops.device import unverified_kernels, why_unsupported
 

@@ -1,19 +1,47 @@
-"""argparse for the commands of `python -m quackish`: one-line errors, and suggestions for mistyped names."""
+"""argparse for the commands: one-line errors, suggestions for mistyped names, help of 80 columns or the terminal's."""
 
 import argparse
 import importlib.util
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from quackish import console, program
+from quackish.argument_types import unknown
 from quackish.files import why_no_output
-from quackish.operations.argument_types import unknown
 
 
 class CommandError(Exception):
-    """The command cannot run. `python -m quackish` prints the message and exits with status 2."""
+    """The command cannot run. The message is printed, and the exit status is 2."""
+
+
+class _Formatter(argparse.HelpFormatter):
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=20)
+        self._action_max_length = 14  # argparse counts names of commands without their indent
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Overrides argparse's, which joins paragraphs and examples. Examples start as this process was started."""
+        return console.fill_page(re.sub(r"(?m)^    quackish ", f"    {program.name()} ", text), width)
 
 
 class Parser(argparse.ArgumentParser):
+    """Without arguments, one that needs some prints its help. A result's `parser` is that of the chosen command."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**options, formatter_class=_Formatter)
+        self.set_defaults(parser=self)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if args is not None and not args and self._get_positional_actions():
+            self.print_help()
+            self.exit(2)
+        return super().parse_known_args(args, namespace)
+
+    def options(self) -> Sequence[str]:
+        return [name for action in self._actions for name in action.option_strings]
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Overrides argparse's check of `choices`, to suggest the closest names."""
         if action.choices is not None and value not in action.choices:
@@ -21,6 +49,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raises instead of printing the usage, which would bury the message."""
+        if "arguments are required" in message:
+            message += f"; `{self.prog} --help` describes them"
         raise CommandError(message)
 
 

@@ -1,15 +1,15 @@
 """Compiles the kernels that calls of these shapes launch in forward and backward, and stores them in the cache folder.
 
-    python -m quackish precompile rms_norm 16384x4096 16384x8192 --residual --gpu h200,b200
-    python -m quackish precompile linear_cross_entropy 8192x4096x128256 --gpu h200
-    python -m quackish precompile grouped_mlp 131072x2048x768x128 --scales --gpu h200
-    python -m quackish precompile --from shapes.txt --gpu h200
+    quackish precompile rms_norm 16384x4096 16384x8192 --residual --gpu h200,b200
+    quackish precompile linear_cross_entropy 8192x4096x128256 --gpu h200
+    quackish precompile grouped_mlp 131072x2048x768x128 --scales --gpu h200
+    quackish precompile --from shapes.txt --gpu h200
 
 Needs no GPU, and takes a second per kernel in each process. RMSNorm's kernels depend on N but not on M, those of linear
 cross entropy mainly on H and dtypes. Kernels of calls without grad are included. Each line of a file is an operation, a
 shape and its options, as in `linear_cross_entropy 8192x4096x128256 --schedule recompute`; # starts a comment.
 
-To copy the kernels to another machine with the same versions, use `python -m quackish cache export`.
+To copy the kernels to another machine with the same versions, use `quackish cache export`.
 """
 
 import argparse
@@ -24,14 +24,15 @@ from pathlib import Path
 import torch
 
 from quackish import kernels, launch, toolchain
+from quackish.argument_types import Words, one_of
 from quackish.cli import operations
 from quackish.cli.dry_run import DryRun
 from quackish.cli.parser import CommandError, Parser, positive
+from quackish.console import Progress, fill
 from quackish.errors import UnsupportedError
 from quackish.gpu import NAMED, Gpu
 from quackish.launch import cache, parallel, upkeep
 from quackish.launch.parallel import Outcome
-from quackish.operations.argument_types import one_of
 from quackish.work import describe
 
 _GPUS = [name for name, gpu in NAMED.items() if gpu.family in kernels.FAMILIES]
@@ -40,7 +41,7 @@ _GPUS = [name for name, gpu in NAMED.items() if gpu.family in kernels.FAMILIES]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     operations.add_arguments(parser, "*")
     gpu_help = f"comma-separated: {', '.join(_GPUS)}; or this, the default"
-    parser.add_argument("--gpu", type=_gpus, default=["this"], help=gpu_help)
+    parser.add_argument("--gpu", type=Words((*_GPUS, "this"), _gpus), default=["this"], help=gpu_help)
     jobs_help = "number of processes; default: one per core, at most 16"
     parser.add_argument("--jobs", type=positive, metavar="N", help=jobs_help)
     parser.add_argument("--from", dest="file", type=Path, metavar="FILE", help="a file with one call per line")
@@ -50,24 +51,27 @@ def run(args: argparse.Namespace, find: Callable = toolchain.find, compile_all: 
     _check_compiler_and_cache(find)
     requests, portable = _requests(args)
     for reason in portable:
-        print(f"nothing to compile: {reason}")
+        print(fill(f"nothing to compile: {reason}", indent="  "))
     started, outcomes = time.perf_counter(), []
     jobs = min(args.jobs or max(1, parallel.default_jobs(len(requests))), len(requests))
     try:
-        for outcome in compile_all(requests, jobs):
-            outcomes.append(outcome)
-            print(f"[{len(outcomes)}/{len(requests)}] {outcome.status:8} {_name(outcome)}", flush=True)
-            if outcome.status == "failed":
-                print(f"{_name(outcome)} failed: {outcome.message}", file=sys.stderr)
+        with Progress(len(requests)) as show:
+            for outcome in compile_all(requests, jobs):
+                outcomes.append(outcome)
+                show.clear()
+                line = f"[{len(outcomes)}/{len(requests)}] {outcome.status:8} {_name(outcome)}"
+                print(fill(line, indent="    "), flush=True)
+                if outcome.status == "failed":
+                    print(f"{_name(outcome)} failed: {outcome.message}", file=sys.stderr)
+                show(len(outcomes), "compiling")
     except KeyboardInterrupt:
         print("precompile: interrupted; the kernels stored so far are kept", file=sys.stderr)
         return 130
     count, folder = Counter(outcome.status for outcome in outcomes), cache.location()
     stored, lost = count["compiled"], count["not stored"]
-    print(
-        f"{len(requests)} kernels: {stored + lost} compiled, {count['loaded']} on disk, {count['failed']} failed; "
-        f"{time.perf_counter() - started:.1f} s in {jobs} process{'' if jobs == 1 else 'es'}; folder {folder}"
-    )
+    counts = f"{stored + lost} compiled, {count['loaded']} on disk, {count['failed']} failed"
+    took = f"{time.perf_counter() - started:.1f} s in {jobs} process{'' if jobs == 1 else 'es'}"
+    print(fill(f"{len(requests)} kernels: {counts}; {took}; folder {folder}", indent="  "))
     if lost:
         reasons = "; ".join({outcome.message: None for outcome in outcomes if outcome.status == "not stored"})
         message = f"precompile: compiled {stored + lost}, stored {stored} in {folder}: {reasons}. "
@@ -123,7 +127,7 @@ def _lines(file: Path) -> Iterator[tuple[str, dict]]:
         line = error.object[: error.start].count(b"\n") + 1
         raise CommandError(f"{file}, line {line}: not UTF-8; expected a text file") from None
     except OSError as error:
-        raise CommandError(str(error)) from None
+        raise CommandError(f"{file}: {error.strerror}") from None
     for number, line in enumerate(lines, 1):
         where = f"{file}, line {number}: "
         try:

@@ -1,7 +1,7 @@
 """Searches for configs that are faster on this GPU than the analytical choices, and stores them in your table.
 
-    python -m quackish tune rms_norm_backward 4096x4096,16384x4096
-    python -m quackish tune linear_cross_entropy 8192x4096x128256
+    quackish tune rms_norm_backward 4096x4096,16384x4096
+    quackish tune linear_cross_entropy 8192x4096x128256
 
 A problem (N, dtypes, outputs) has one config, whatever the number of rows. Pass all your shapes: the config that is
 fastest over all of them is stored if its gain exceeds the noise. Legal configs near the analytical choice are compiled
@@ -23,16 +23,15 @@ from typing import Any, NamedTuple
 import torch
 
 from quackish import toolchain
-from quackish.bench.console import progress
 from quackish.cli import operations
 from quackish.cli.parser import CommandError, positive
 from quackish.configs import choose, table
 from quackish.configs.choose import name_of
+from quackish.console import Progress, fill, text_table
 from quackish.errors import UnsupportedError
 from quackish.files import why_no_output
 from quackish.gpu import Gpu, gpu_of
 from quackish.ops.device import unverified_kernels
-from quackish.profiling import text_table
 from quackish.tune import cases, search
 from quackish.tune.candidates import SPACES, candidates
 from quackish.work import describe, work
@@ -109,11 +108,12 @@ def tune(
         unforced = choose.unforced(*problem[:2], gpu).config  # may be further from the analytical choice
         base, *others = configs + [unforced] * (unforced not in configs)
         unspilled = _without_spills(problem, others, gpu, examine)
-        print(f"{problem}\n  {len(others)} candidates, {len(unspilled)} without spilled registers")
+        print(fill(str(problem), indent="    "))
+        print(f"  {len(others)} candidates, {len(unspilled)} without spilled registers", flush=True)
         shapes = [functools.partial(cases.prepare, *problem[:2], sizes, device) for sizes in problem.sizes]
         try:
-            show = progress(search.num_steps(len(shapes)))
-            outcome = search_for([base, *unspilled], shapes, device, show=show)
+            with Progress(search.num_steps(len(shapes))) as show:
+                outcome = search_for([base, *unspilled], shapes, device, show=show)
         except RuntimeError as error:  # such as out of memory; other problems may still work
             failed += 1
             print(f"  failed: {type(error).__name__}: {error}\n", file=sys.stderr)
@@ -124,11 +124,12 @@ def tune(
 
 
 def _without_spills(problem: Problem, configs: Sequence[Any], gpu: Gpu, examine: Callable) -> list[Any]:
-    unspilled, show = [], progress(len(configs))
+    unspilled = []
     try:
-        for i, (config, fits) in enumerate(zip(configs, examine(*problem[:2], configs, gpu), strict=True), 1):
-            unspilled += [config] * fits
-            show(i, "compiling candidates")
+        with Progress(len(configs)) as show:
+            for i, (config, fits) in enumerate(zip(configs, examine(*problem[:2], configs, gpu), strict=True), 1):
+                unspilled += [config] * fits
+                show(i, "compiling candidates")
     except FileNotFoundError as error:
         raise CommandError(f"spilled registers cannot be detected: {error}") from error
     return unspilled
@@ -137,12 +138,11 @@ def _without_spills(problem: Problem, configs: Sequence[Any], gpu: Gpu, examine:
 def _store(problem: Problem, outcome: search.Outcome, gpu: Gpu) -> None:
     """Prints the outcome and writes the best config into the table."""
     for config, why in outcome.dropped:
-        print(f"  dropped: {config}: {why}")
-    rows = [
-        [f"  {describe(None, sizes)}", f"{analytical:.1f}", f"{best:.1f}", f"{analytical / best:.3f}"]
-        for sizes, analytical, best in zip(problem.sizes, outcome.analytical_us, outcome.us, strict=True)
-    ]
-    print(text_table(["  sizes", "analytical us", "best us", "gain"], rows, "lrrr"))
+        print(fill(f"dropped: {config}: {why}", "  ", "    "))
+    rows: list[str | list[str]] = []
+    for sizes, analytical, best in zip(problem.sizes, outcome.analytical_us, outcome.us, strict=True):
+        rows += [fill(describe(None, sizes), "  "), [f"{analytical:.1f}", f"{best:.1f}", f"{analytical / best:.3f}"]]
+    print(text_table(["  analytical us", "best us", "gain"], rows, "rrr"))
     gain = f"{100 * (outcome.gain - 1):.1f} % faster than the analytical choice"
     shapes, noise = ", ".join(describe(None, sizes) for sizes in problem.sizes), f"noise {100 * outcome.noise:.1f} %"
     measured = f"{gain} at {shapes} ({time.strftime('%Y-%m-%d')}, {noise})"
@@ -150,11 +150,12 @@ def _store(problem: Problem, outcome: search.Outcome, gpu: Gpu) -> None:
     try:
         if outcome.why:
             removed = table.put(row, keep=False)
-            print(f"  The analytical choice stays: {outcome.why}.{' Its row is removed.' * removed}\n")
+            print(fill(f"The analytical choice stays: {outcome.why}.{' Its row is removed.' * removed}", "  ") + "\n")
         else:
-            print(f"  {_changes(outcome.config, choose.analytical(*problem[:2], gpu).config)}\n  {gain}, {noise}.")
+            print(fill(_changes(outcome.config, choose.analytical(*problem[:2], gpu).config), "  ", "    "))
+            print(fill(f"{gain}, {noise}.", "  "))
             table.put(row)
-            print(f"  Written to {table.path()}.\n")
+            print(fill(f"Written to {table.path()}.", "  ") + "\n")
     except OSError as error:
         raise CommandError(
             f"{table.path()} cannot be written: {error.strerror}; `with quackish.config(...)` forces it"

@@ -1,6 +1,6 @@
 """(kernel, problem, GPU) -> config: the one place that decides how a kernel runs.
 
-In order of precedence: `with quackish.config(...)`, a row of the user's table (written by `python -m quackish tune`),
+In order of precedence: `with quackish.config(...)`, a row of the user's table (written by `quackish tune`),
 the analytical rule. Nothing is measured at run time, so the same table gives the same configs and the same bits.
 """
 

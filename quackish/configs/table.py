@@ -1,6 +1,6 @@
 """The user's table of tuned configs: (kernel, problem, GPU) -> a config measured faster than the analytical choice.
 
-It is `tuned.json` in the user's config folder or in QUACKISH_CONFIG_DIR, written by `python -m quackish tune`. An entry
+It is `tuned.json` in the user's config folder or in QUACKISH_CONFIG_DIR, written by `quackish tune`. An entry
 is valid for the GPU (name and target) it was measured on, with the same versions of quackish, DSL and CUDA. It does not
 depend on the number of rows (M) or whether they are packed, because the bits of a norm's row must not depend on these.
 """

@@ -46,11 +46,11 @@ TABLE = {  # kernel -> GPU family -> module:class
 
 # (kernel, GPU family) that no such GPU has run, where a call has another way: cuBLAS or the portable path. They are
 # used if `allow_unverified`, which `quackish.use_unverified_kernels` sets. A commit that removes an entry adds the
-# quackish-check.json of such a GPU, which `python -m quackish doctor --check` writes: see docs/blackwell.md.
+# quackish-check.json of such a GPU, which `quackish doctor --check` writes: see docs/blackwell.md.
 UNVERIFIED = {(kernel, family) for kernel in ("lce_gemm", "grouped_gemm") for family in ("sm_100", "sm_103")}
 WHY_UNVERIFIED = (
     "quackish's GEMMs for Blackwell have run in the emulator only, so linear_cross_entropy uses cuBLAS's GEMMs, and "
-    "grouped_mlp, grouped_mm and moe_mlp run the portable path. `python -m quackish doctor --check` tests them on this "
+    "grouped_mlp, grouped_mm and moe_mlp run the portable path. `quackish doctor --check` tests them on this "
     "GPU; quackish.use_unverified_kernels(True) allows them."
 )
 allow_unverified = False

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from quackish.operations.argument_types import one_of
+from quackish.argument_types import one_of
 from quackish.operations.models import Model
 from quackish.operations.table import DTYPES, Args, Maker, Operation, Option, Options, flag, value
 from quackish.ops.rms_norm import rms_norm

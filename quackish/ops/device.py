@@ -262,8 +262,8 @@ def use_unverified_kernels(enabled: bool) -> None:
     Without them `linear_cross_entropy` uses cuBLAS's GEMMs on Blackwell, and `grouped_mlp`, `grouped_mm` and `moe_mlp`
     run the portable path. Both give other bits, so call this on every rank, before the first forward pass. It applies
     to the whole process; backward must run with the same setting as its forward, or raises RuntimeError. Code that
-    torch.compile has compiled keeps its setting. GPUs whose kernels have all run are not affected. `python -m quackish
-    doctor --check` tests the kernels of a GPU.
+    torch.compile has compiled keeps its setting. GPUs whose kernels have all run are not affected. `quackish doctor
+    --check` tests the kernels of a GPU.
     """
     check_bool("use_unverified_kernels", enabled=enabled)
     with choose.changing():

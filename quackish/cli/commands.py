@@ -1,0 +1,35 @@
+"""The list of commands, and their parser."""
+
+import importlib
+from collections.abc import Sequence
+
+from quackish import program
+from quackish._version import __version__
+from quackish.cli.parser import Parser
+
+_ABOUT = "Inspect, measure and tune the kernels of quackish, and manage their cache."
+# Kept here so that `--help` imports no command.
+COMMANDS = {
+    "bench": "time operations and other libraries over shapes; compare two results",
+    "cache": "list, verify, clear, export or import compiled kernels",
+    "completion": "print a script that completes commands, operations, models and GPUs in bash or zsh",
+    "doctor": "check the installation: versions, GPUs, the path and the results of each operation",
+    "emulate": "run the kernels of a call on the CPU, and compare with fp64; needs no GPU",
+    "explain": "show the kernels, configs, estimated time and memory of a call; needs no GPU",
+    "precompile": "compile kernels for shapes and GPUs into the cache; needs no GPU",
+    "tune": "search for faster configs on this GPU and store them in your table",
+}
+
+
+def parser_of(commands: Sequence[str]) -> Parser:
+    """The parser, with the arguments of these commands."""
+    parser = Parser(prog=program.name(), description=_ABOUT)
+    parser.add_argument("--version", action="version", version=f"quackish {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, summary in COMMANDS.items():
+        module = importlib.import_module(f"quackish.cli.{name}") if name in commands else None
+        command = subparsers.add_parser(name, help=summary, description=None if module is None else module.__doc__)
+        if module is not None:
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
+    return parser
