@@ -12,7 +12,7 @@ import torch
 
 from quackish.errors import UnsupportedError, describe, did_you_mean
 from quackish.gpu import NAMED, Gpu
-from quackish.launch import cache, objects
+from quackish.launch import cache, notice, objects
 from quackish.launch.compile import Request, compile_kernel, lock
 from quackish.ops.device import Device, empty_on, substitute
 from quackish.ops.kernel_for import Kernel, request_for
@@ -141,7 +141,8 @@ def _obtain(request: Request) -> "emulator.Exported":
     identity = {**cache.identity(*request), "emulator": _OPTIONS}
     data = cache.load(request.kernel_class, identity)
     if data is None:
-        with tempfile.TemporaryDirectory(prefix="quackish-") as folder:
+        announced = notice.if_slow([request.kernel_class], request.target)
+        with announced, tempfile.TemporaryDirectory(prefix="quackish-") as folder:
             compiled = compile_kernel(*request, more_options=f"{_OPTIONS} --dump-dir {folder}")
         objects.for_any_cpu(compiled.ir_module)
         exported = emulator.export(compiled)

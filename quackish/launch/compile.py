@@ -1,11 +1,12 @@
 """Finds compiled kernels: in memory, on disk, or by compiling."""
 
+import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from quackish.launch import cache, objects
+from quackish.launch import cache, notice, objects
 
 
 class Request(NamedTuple):
@@ -47,7 +48,7 @@ def get(kernel_class: type, problem: Any, config: Any, target: str) -> Callable[
         with lock:
             kernel = _ready.get(request)  # another thread may have compiled it meanwhile
             if kernel is None:
-                function = objects.load(obtain(request).data, f"{kernel_class.__name__}-{target}")
+                function = objects.load(obtain(request, announce=True).data, f"{kernel_class.__name__}-{target}")
                 kernel = _ready[request] = _counted(function, *request[:3])
     return kernel
 
@@ -58,13 +59,14 @@ class Obtained(NamedTuple):
     message: str = ""  # why it was not stored
 
 
-def obtain(request: Request) -> Obtained:
-    """The object from disk, else compiled. Call with `lock` held."""
+def obtain(request: Request, announce: bool = False) -> Obtained:
+    """The object from disk, else compiled. Call with `lock` held. `announce` tells a user who waits for it."""
     identity = cache.identity(*request)
     if (data := cache.load(request.kernel_class, identity)) is not None:
         counters.disk_loads += 1
         return Obtained(data, "loaded")
-    data = objects.export(compile_kernel(*request))
+    with notice.if_slow([request.kernel_class], request.target) if announce else contextlib.nullcontext():
+        data = objects.export(compile_kernel(*request))
     counters.compiles += 1
     why = cache.store(request.kernel_class, identity, data)
     return Obtained(data, "not stored" if why else "compiled", why)

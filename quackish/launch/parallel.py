@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quackish import variables
-from quackish.launch import cache
+from quackish.launch import cache, notice
 from quackish.launch.compile import Request, counters, is_available
 
 _PACKAGE = Path(__file__).parents[1]
@@ -46,8 +46,9 @@ def prepare(requests: Sequence[Request]) -> None:
     # In a program that embeds Python, sys.executable is that program.
     has_interpreter = "python" in Path(sys.executable or "").name
     if jobs > 1 and has_interpreter and all(cache.folder_for(request.kernel_class) for request in requests):
-        for outcome in compile_all(requests, jobs):
-            counters.compiles += outcome.status in ("compiled", "not stored")
+        with notice.if_slow([request.kernel_class for request in requests], requests[0].target):
+            for outcome in compile_all(requests, jobs):
+                counters.compiles += outcome.status in ("compiled", "not stored")
 
 
 def default_jobs(num_requests: int, cores: int | None = None) -> int:
