@@ -24,7 +24,7 @@ TARGETS = {"import quackish": 1.0, "cold": 5.0, "warm": 0.1}  # seconds
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--repeats", type=int, default=5, help="processes per row (5); at most 3 for a cold cache")
     parser.add_argument("--measure", choices=("import", *SHAPES), help=argparse.SUPPRESS)  # for the child process
     args = parser.parse_args(argv)

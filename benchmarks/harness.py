@@ -27,7 +27,8 @@ def device_to_measure() -> torch.device:
 
 def arguments(name: str, doc: str, csv: bool = True) -> argparse.ArgumentParser:
     """A parser with the common options; `csv` adds the options of programs that write a CSV."""
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=doc.split("\n")[0])
+    prog, description = f"python -m benchmarks.{name}", doc.split("\n")[0]
+    parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
     gpu = re.sub(r"[^\w.-]+", "-", environment.device_name(environment.device_to_measure()))
     out_help = "folder of the results; default %(default)s"
     parser.add_argument("--out", type=output_folder, default=str(RESULTS / gpu), help=out_help)

@@ -108,7 +108,9 @@ def figure(curves: dict[str, Curve], window: int, path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Curve]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--data", type=Path, help="a file or a folder")
     parser.add_argument("--out", type=output_folder, default="out/finetune", help="default: %(default)s")
     parser.add_argument("--device", choices=SIZES, default="cuda" if torch.cuda.is_available() else "cpu")

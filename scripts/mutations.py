@@ -317,7 +317,9 @@ def run(mutations: Sequence[Mutation], root: Path, timeout: float, jobs: int) ->
 
 
 def main(argv: Sequence[str] | None = None, mutations: Sequence[Mutation] = MUTATIONS, root: Path = ROOT) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     names = [m.name for m in mutations]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help="only these mutations")
     default = max(1, (os.cpu_count() or 1) // 4)

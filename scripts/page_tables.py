@@ -29,7 +29,9 @@ def with_tables(page: str, tables: Tables, script: str) -> str:
 
 def main(description: str, pages: Mapping[Path, Tables], script: str) -> int:
     """Returns the exit status."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--check", action="store_true", help="do not write; exit status 1 if a table is out of date")
     args = parser.parse_args()
     status = 0

@@ -236,7 +236,9 @@ def encodings(cases: list[Case]) -> dict[str, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--only", default="", metavar="REGEX", help="record forms whose name matches")
     parser.add_argument("--out", type=Path, default=ROOT / "tests" / "data" / "ptx_forms.json")
     args = parser.parse_args()

@@ -362,7 +362,9 @@ def seeds_of(text: str) -> tuple[int, ...]:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--data", type=Path, help="a file or a folder; default: the standard library's *.py")
     out_help = "output folder; default: %(default)s"
     parser.add_argument("--out", type=output_folder, default="out/train_lm", help=out_help)

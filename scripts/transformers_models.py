@@ -326,7 +326,9 @@ def _cell(text: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("names", nargs="*", help="classes, by default all")
     parser.add_argument("--write", type=Path, help="the page to write")
     options = parser.parse_args()

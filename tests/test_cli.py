@@ -158,6 +158,7 @@ def test_a_command_without_arguments_prints_its_help(words, capsys):
     [
         ("explain rms_norm 4x4 --dytpe fp16", "explain: unrecognized arguments: --dytpe fp16; did you mean --dtype?"),
         ("cache clear --slate", "cache: unrecognized arguments: --slate; did you mean --stale?"),
+        ("cache clear --stal", "cache: unrecognized arguments: --stal; did you mean --stale?"),
         ("--verison", "quackish: unrecognized arguments: --verison; did you mean --version?"),
         ("tune rms_norm", "tune: the following arguments are required: SHAPE; `quackish tune --help` describes them"),
         ("precompile --from none --gpu h200", "precompile: none: No such file or directory"),

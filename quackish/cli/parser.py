@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
     """Without arguments, one that needs some prints its help. A result's `parser` is that of the chosen command."""
 
     def __init__(self, **options: Any):
-        super().__init__(**options, formatter_class=_Formatter)
+        super().__init__(**options, formatter_class=_Formatter, allow_abbrev=False)
         self.set_defaults(parser=self)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
