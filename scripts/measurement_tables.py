@@ -45,9 +45,9 @@ def rows_of(file: str) -> list[Row]:
 
 
 def find(file: str, **where: str) -> Row | None:
-    """The last row that was measured and has these values: a later run replaces an earlier one."""
+    """The last row that has these values, was measured and is not wrong: a later run replaces an earlier one."""
     found = [row for row in rows_of(file) if all(row.get(name) == value for name, value in where.items())]
-    found = [row for row in found if row.get("status", "ok") == "ok" and row.get("note") != "wrong"]
+    found = [row for row in found if row.get("status", "ok") == "ok" and "wrong: " not in row.get("note", "")]
     return found[-1] if found else None
 
 

@@ -51,7 +51,8 @@ def test_a_table_without_its_comments_is_an_error(tables):
 
 
 def test_later_rows_replace_earlier_ones_and_failures_do_not(tables, tmp_path, monkeypatch):
-    lines = ["provider,status,note,median_ms", "a,ok,,1.0", "a,ok,,2.0", "a,out of memory,,", "a,ok,wrong,0.5"]
+    lines = ["provider,status,note,median_ms", "a,ok,,1.0", "a,ok,portable path,2.0", "a,out of memory,,"]
+    lines += ["a,ok,wrong: err_dx 2.13e+03,0.5", 'a,ok,"portable path, wrong: err_dx nan err_dweight nan",0.25']
     (tmp_path / "some.csv").write_text("\n".join(lines), encoding="utf-8")
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     assert tables.ms(tables.find("some.csv", provider="a")) == "2.00"
