@@ -12,7 +12,7 @@ class UnsupportedError(NotImplementedError):  # a RuntimeError; DTensor re-raise
 
 
 class PortablePathWarning(UserWarning):
-    """Something runs on plain PyTorch although the caller could expect a kernel. See docs/portable_path.md.
+    """Something runs on plain PyTorch although the caller could expect a kernel. See docs/guides/portable_path.md.
 
     Each reason is given once per process. `warnings.simplefilter("ignore", quackish.PortablePathWarning)` silences
     them, "error" turns them into exceptions, and `backend="cute"` makes one call raise `UnsupportedError` instead.

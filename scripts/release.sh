@@ -49,7 +49,7 @@ echo "+ the wheel in a new environment"
 "$python" -m venv "$work/user"
 "$work/user/bin/python" -m pip install --quiet --disable-pip-version-check "${wheel[0]}"
 cp scripts/smoke_test.py "$work"
-(cd "$work" && user/bin/python smoke_test.py "$version" && user/bin/python -m quackish --version &&
+(cd "$work" && user/bin/python smoke_test.py "$version" && user/bin/quackish --version &&
     user/bin/python -m quackish explain rms_norm 16384x4096 --gpu h200 >/dev/null)
 
 [ -z "$dry_run" ] || { echo "v$version is ready: out/release/"; exit; }
