@@ -116,7 +116,8 @@ def test_other_commands_find_the_operations(script, tmp_path):
         "import quackish\nassert quackish.rms_norm and quackish.LinearCrossEntropyLoss\nnorm = quackish.rms_norm\n"
     )
     code = f"import sys; sys.argv[:] = sys.orig_argv[-1:] = [{str(script)!r}]; sys.path.append({str(tmp_path)!r})\n"
-    code += "import quackish\nassert 'torch' not in sys.modules\nimport mine\n"
+    code += "import quackish\npublic = dir(quackish)\nassert 'torch' not in sys.modules\nimport mine\n"
+    code += "assert public == dir(quackish) and all(hasattr(quackish, name) for name in public)\n"
     code += "assert mine.norm is quackish.rms_norm is sys.modules['quackish.ops.rms_norm'].rms_norm\n"
     code += "try:\n    quackish.nothing\nexcept AttributeError as error:\n    print(error)\n"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
