@@ -16,6 +16,7 @@ from cutlass.utils import hopper_helpers as sm90
 
 from quackish.configs.attention import BLOCK, REGISTERS, AttentionConfig, ScoreArgs, Strided
 from quackish.kernels.common.arguments import DTYPES, fake_args
+from quackish.kernels.common.mask_walk import MaskWalk
 from quackish.kernels.common.math import LOG2_E, tanh
 from quackish.kernels.common.memory import load_at
 from quackish.kernels.common.swizzled_tile import SwizzledTile
@@ -66,7 +67,7 @@ def pair_rows(thread: Int32) -> Int32:
     return thread // 32 * 16 + thread % 32 // 4
 
 
-class AttentionSm90:
+class AttentionSm90(MaskWalk):
     rows_are_queries: bool
 
     def __init__(self, problem, config: AttentionConfig):
@@ -322,10 +323,12 @@ class AttentionSm90:
         return block.q0 + column, block.k0 + row
 
     @cute.jit
-    def scores(self, acc: cute.Tensor, args: ScoreArgs, tiles: ScoreTiles, stage: Int32, block: Block, shift, tanhs):
+    def scores(
+        self, acc: cute.Tensor, args: ScoreArgs, tiles: ScoreTiles, stage: Int32, block: Block, shift, tanhs, is_full=None
+    ):  # fmt: skip
         """acc = x - shift for acc = q k^T; tanhs: registers for the softcap's tanh.
 
-        shift and tanhs are tensors like acc, or None.
+        shift and tanhs are tensors like acc, or None. is_full: 1 if the mask leaves all keys, else 0; None if unknown.
         """
         factor = args.scale * LOG2_E
         if const_expr(self.problem.softcap):
@@ -343,8 +346,11 @@ class AttentionSm90:
             self.add_bias(acc, factor, tiles.bias[None, None, stage].iterator, block, shift)
         else:
             self.add_fp32_bias(acc, factor, tiles.bias[None, None, stage].iterator, block, shift)
-        if const_expr(self.problem.mask):
+        if const_expr(self.problem.mask and is_full is None):
             self.mask_out(acc, args, tiles, stage, block)
+        elif const_expr(self.problem.mask):
+            if is_full == 0:
+                self.mask_out(acc, args, tiles, stage, block)
         if self.cuts(args, block):
             for i in cutlass.range_constexpr(cute.size(acc)):
                 if not self.takes_part(args, *self.position(block, i)):
