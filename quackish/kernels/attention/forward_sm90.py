@@ -47,10 +47,10 @@ class AttentionForwardSm90(AttentionSm90):
 
         # shared memory and barriers
         smem = cutlass.memory.SmemAllocator()
+        sWalk = self.allocate_walk(smem)
         sQ = self.own.allocate(smem, layouts[0])
         sK, sV = self.other.allocate(smem, layouts[1]), self.other.allocate(smem, layouts[1])
         tiles = self.allocate_scores(smem, score_layouts)
-        sWalk = self.allocate_walk(smem)
         queries = self.pipeline(1, c.num_wgs * self.own.bytes)
         loaded = self.pipeline(c.num_stages, self.stage_bytes)
         pipeline.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
@@ -120,12 +120,7 @@ class AttentionForwardSm90(AttentionSm90):
         """Loads tile n of k and v, and of bias and mask for a tile of queries."""
         barrier = loaded.producer_get_barrier(state)
         self.load(atoms[1], parts[0], n, 0, state.index, barrier)
-        for a in cutlass.range_constexpr(len(score_atoms)):
-            if const_expr(self.mask is not None and a == len(score_atoms) - 1):
-                if is_full == 0:
-                    self.load(score_atoms[a], parts[2 + a], tile, n, state.index, barrier, policies[a])
-            else:
-                self.load(score_atoms[a], parts[2 + a], tile, n, state.index, barrier, policies[a])
+        self.load_scores(score_atoms, parts[2:], tile, n, state.index, barrier, policies, is_full)
         self.load(atoms[2], parts[1], n, 0, state.index, barrier)
 
     @cute.jit

@@ -251,6 +251,17 @@ class AttentionSm90(MaskWalk):
         return parts
 
     @cute.jit
+    def load_scores(self, atoms: list, parts: list, tile_q, tile_k, stage, barrier, policies, is_full):
+        """Loads bias and mask. is_full: 1 if the mask is not needed, else 0; None without a mask."""
+        for a in cutlass.range_constexpr(len(parts)):
+            policy = None if const_expr(policies is None) else policies[a]
+            if const_expr(self.mask is not None and a == len(parts) - 1):
+                if is_full == 0:
+                    self.load(atoms[a], parts[a], tile_q, tile_k, stage, barrier, policy)
+            else:
+                self.load(atoms[a], parts[a], tile_q, tile_k, stage, barrier, policy)
+
+    @cute.jit
     def score_policies(self, args: ScoreArgs) -> list:
         """L2 cache policies for bias and mask: what is not broadcast is read once."""
         policies = []
@@ -448,12 +459,13 @@ class AttentionSm90(MaskWalk):
             row, column = pair_rows(block.thread), block.thread % 4 * 2
             for i in cutlass.range_constexpr(0, cute.size(acc), 2):
                 r, c = row + i // 2 % 2 * 8 + block.wg * BLOCK, column + i // 4 * 8
+                if const_expr(self.rows_are_queries):
+                    pair = cute.recast_tensor(self.mask.element(mask, r, c, 2), cutlass.Uint16)[0].to(Int32)
+                    keeps = [pair & 0xFF, pair & 0xFF00]
+                else:
+                    keeps = [self.mask.element(mask, c + n, r, 1)[0] for n in range(2)]
                 for n in cutlass.range_constexpr(2):
-                    if const_expr(self.rows_are_queries):
-                        keep = self.mask.element(mask, r, c, 2)[n]
-                    else:
-                        keep = self.mask.element(mask, c + n, r, 1)[0]
-                    if keep == 0:
+                    if keeps[n] == 0:
                         acc[i + n] = -Float32.inf
 
     # Device: results

@@ -77,7 +77,7 @@ class MaskWalk:
     # What the producer tells the consumers
 
     def allocate_walk(self, smem):
-        """(stages,); None without a mask"""
+        """(stages,), or None without a mask. Allocated first, it is in front of tiles that are aligned to 1024 bytes."""
         if not self.problem.mask:
             return None
         return smem.allocate_tensor(Int32, cute.make_layout((self.config.num_stages,)), 16)
