@@ -196,7 +196,14 @@ def _attention(p: attention.AttentionProblem, s: Sizes, matmuls: int, rows: int,
     read = scores * (_bytes(p.bias_dtype) + p.mask) + (rows - 1) * of_q + 2 * of_k // s["group"]
     notes = ["fewer bytes of a bias or mask that is broadcast"] * (p.bias_dtype is not None or p.mask)
     notes += ["less work with causality or a window"] * p.band
+    notes += ["less work where a mask leaves a tile empty"] * p.mask
     return Work(read, of_q + scores * dbias, 2 * matmuls * scores * s["d"], "; ".join(notes))
+
+
+def _attention_mask(p: attention.AttentionMaskProblem, s: Sizes) -> Work:
+    read = s["batches"] * s["heads"] * s["rows"] * s["columns"]
+    blocks = _ceil_div(s["rows"], attention.BLOCK) * _ceil_div(s["columns"], attention.BLOCK)
+    return Work(read, s["batches"] * s["heads"] * blocks, 0)
 
 
 def _attention_fwd(p: attention.AttentionForwardProblem, s: Sizes) -> Work:
@@ -235,6 +242,7 @@ KERNELS = {
     "rms_norm_bwd": Kernel({"m": -3}, _rms_norm_bwd),
     "lce_gemm": Kernel(("m", "n", "k"), _lce_gemm),
     "grouped_gemm": Kernel(("rows", "m", "n", "k", "groups"), _grouped_gemm),
+    "attention_mask": Kernel(("batches", "heads", "rows", "columns"), _attention_mask),
     "attention_fwd": Kernel(_ATTENTION, _attention_fwd),
     "attention_bwd_queries": Kernel(_ATTENTION, _attention_bwd_queries),
     "attention_bwd_keys": Kernel(_ATTENTION, _attention_bwd_keys),

@@ -10,6 +10,7 @@ from quackish.configs.attention import (
     AttentionBiasProblem,
     AttentionForwardProblem,
     AttentionKeysProblem,
+    AttentionMaskProblem,
     AttentionQueriesProblem,
 )
 from quackish.configs.choose import choose
@@ -47,6 +48,7 @@ SAMPLES = [
     ("grouped_gemm", GroupedGemmProblem("down", BF16, 64, BF16, biased=True)),
     ("grouped_gemm", GroupedGemmProblem("down_backward", BF16, 64, BF16, b_major="n", activation="silu", scaled=True)),
     ("grouped_gemm", GroupedGemmProblem("store", BF16, 64, FP32, accumulate=True)),
+    ("attention_mask", AttentionMaskProblem(by_vectors=False)),
     ("attention_fwd", AttentionForwardProblem(BF16, 64, mask=True, mask_aligned=False)),
     ("attention_bwd_queries", AttentionQueriesProblem(BF16, 64, FP32, dbias=True, dlse=True, softcap=True)),
     ("attention_bwd_keys", AttentionKeysProblem(BF16, 64, BF16, band=True)),

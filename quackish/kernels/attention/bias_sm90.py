@@ -203,6 +203,8 @@ class AttentionBiasSm90(AttentionSm90):
                 at = block
                 if const_expr(not (self.problem.bias_aligned and self.problem.mask_aligned)):
                     at = block._replace(head=self.head_at(j, args, item.head))
+                if const_expr(not self.problem.mask_aligned):
+                    is_full = None  # reading such a mask only where needed spills registers
                 self.scores(x, s, tiles, read.index, at, shift, None, is_full)
                 for v in cutlass.range_constexpr(cute.size(x)):
                     x[v] = cute.math.exp2(x[v], fastmath=True)
