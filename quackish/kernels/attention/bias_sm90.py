@@ -119,7 +119,7 @@ class AttentionBiasSm90(AttentionSm90):
     @cute.jit
     def place(self, n: Int32, item: BiasItem, args: BiasArgs):
         """The walk is over heads."""
-        return self.head_at(n, args, item.head), item.tile_q, item.tile_k
+        return self.head_at(n, args, item.head), item.tile_q * self.tile_q, item.tile_k * self.tile_k
 
     @cute.jit
     def produce(self, atoms, score_atoms, sQ, sDO, sK, sV, tiles: ScoreTiles, sStats, sWalk, loaded, args: BiasArgs):

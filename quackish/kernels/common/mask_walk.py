@@ -46,21 +46,18 @@ def class_of(s: ScoreArgs, batch: Int32, head: Int32, q0: Int32, k0: Int32, shap
 
 
 class MaskWalk:
-    """For kernels with items that have tiles [first, last)."""
+    """For kernels with items that have tiles [first, last) of tile_q queries x tile_k keys."""
 
     @cute.jit
     def place(self, n: Int32, item, args):
-        """(batch and heads, tile of queries, tile of keys) of the n-th tile of an item."""
-        if const_expr(self.rows_are_queries):
-            return item.head, item.tile, n
-        return item.head, n, item.tile
+        """(batch and heads, first query, first key) of the n-th tile of an item: here a tile of keys."""
+        return item.head, item.tile * self.tile_q, n * self.tile_k
 
     @cute.jit
     def tiles(self, start: Int32, item, args) -> Tiles:
         """Tiles start to start + 31, for a whole warp. args: those of the kernel."""
         n = start + cute.arch.lane_idx()
-        head, tile_q, tile_k = self.place(cutlass.min(n, item.last - 1), item, args)
-        q0, k0 = tile_q * self.tile_q, tile_k * self.tile_k
+        head, q0, k0 = self.place(cutlass.min(n, item.last - 1), item, args)
         some, every = class_of(args.scores, head.batch, head.query_head, q0, k0, (self.tile_q, self.tile_k))
         return Tiles(
             start, cute.arch.vote_ballot_sync(some & (n < item.last)), cute.arch.vote_ballot_sync(every)
