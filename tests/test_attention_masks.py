@@ -1,0 +1,140 @@
+"""Bool masks of attention in the emulator: classes of blocks, tiles that are skipped, numbers and bits."""
+
+import pytest
+import torch
+
+import quackish
+from quackish.configs.attention import BLOCK, EMPTY, FULL, MIXED
+from quackish.ops.attention.kernel_steps import classes_shape, steps_of
+from quackish.ops.device import device_of
+from quackish.testing.errors import same_bits
+from tests.attention_cases import FP16, FP32, assert_right, case, step, truth
+from tests.emulator_cases import HOPPER, QUICK, emulated
+
+CPU = torch.device("cpu")
+
+
+def of_classes(classes, num_q, num_k, seed=0):
+    """A mask (1, 1, num_q, num_k) whose blocks have these classes."""
+    classes = torch.as_tensor(classes).repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)[:num_q, :num_k]
+    some = torch.rand(num_q, num_k, generator=torch.Generator().manual_seed(seed)) < 0.5
+    return torch.where(classes == MIXED, some, classes == FULL)[None, None]
+
+
+# Classes --------------------------------------------------------------------------------------------------------------
+
+
+def classes_of(mask):
+    classes = torch.empty(classes_shape(mask), dtype=torch.uint8)
+    for i in range(classes.shape[2]):
+        for j in range(classes.shape[3]):
+            block = mask[:, :, BLOCK * i : BLOCK * (i + 1), BLOCK * j : BLOCK * (j + 1)].flatten(2)
+            classes[:, :, i, j] = torch.where(block.all(2), FULL, torch.where(block.any(2), MIXED, EMPTY))
+    return classes
+
+
+def random_classes(*shape):
+    batches, heads, rows, columns = shape
+    generator = torch.Generator().manual_seed(0)
+    blocks = (-(-rows // BLOCK), -(-columns // BLOCK))
+    masks = [of_classes(torch.randint(0, 3, blocks, generator=generator), rows, columns, i) for i in range(batches * heads)]
+    return torch.cat(masks).view(shape)
+
+
+def nearly(value, row, column):
+    """Two blocks of `value`, but for one element of the second one."""
+    mask = torch.full((1, 1, BLOCK, 2 * BLOCK), value)
+    mask[0, 0, row, BLOCK + column] = not value
+    return mask
+
+
+MASKS = {
+    "vectors": random_classes(2, 3, 130, 208),
+    "vectors of a larger tensor": random_classes(1, 1, 200, 208)[:, :, 3:, 16:176],
+    "columns that are no multiple of 16": random_classes(2, 1, 130, 145),
+    "transposed": random_classes(1, 1, 200, 208).mT,
+    "broadcast over queries": random_classes(2, 1, 1, 300),
+    "broadcast over keys": random_classes(1, 2, 300, 1),
+    "one element": torch.ones(1, 1, 1, 1, dtype=torch.bool),
+    **{f"one {not v} at {at}": nearly(v, *at) for v in (False, True) for at in ((0, 0), (37, 15), (63, 63))},
+}
+
+
+@pytest.mark.parametrize("where", [QUICK, pytest.param(HOPPER[1], marks=pytest.mark.exhaustive)])
+def test_classes(where):
+    with emulated(where):
+        steps = steps_of(device_of(CPU))
+        for name, mask in MASKS.items():
+            assert same_bits(steps.classes(mask), classes_of(mask)), name
+
+
+# Tiles ----------------------------------------------------------------------------------------------------------------
+
+# A tile of forward has 2 x 2 blocks. The first row of tiles has an empty, a full and a mixed one, the second row none.
+ROWS = [[0, 0, 2, 2, 1], [0, 0, 2, 2, 0], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]]
+
+
+def forward(args, where):
+    """(o and lse, the launch)"""
+    with emulated(where) as report, torch.no_grad():
+        out, lse = quackish.scaled_dot_product_attention(**args, return_lse=True, backend="cute")
+    assert [launch.kernel for launch in report.launches] == ["attention_mask", "attention_fwd"]
+    return dict(o=out, lse=lse), report.launches[1]
+
+
+def only_forward(results):
+    return {name: results[name] for name in ("o", "lse")}
+
+
+def test_skipped_tiles():
+    """NaN in an empty tile reaches nothing; a full tile's mask is not read."""
+    args = case(1, 1, 200, 272) | dict(attn_mask=of_classes(ROWS, 200, 272))
+    want = only_forward(truth(args))
+    with torch.no_grad():
+        for name in ("key", "value"):
+            args[name][:, :, :128] = torch.nan
+    got, launch = forward(args, QUICK)
+    assert_right(got, want)
+    assert not got["o"][:, :, 128:].any()
+    args["attn_mask"] = torch.ones_like(args["attn_mask"])
+    all_full, launch_full = forward(args, QUICK)
+    # a row of tiles without work computes one
+    assert launch.mmas * 6 == launch_full.mmas * 3
+    tile, box = 128 * 64 * 2, 128 * 128
+    loads = lambda tiles, masks, classes: 2 * tile + 2 * tile * tiles + masks * box + classes
+    assert launch.bytes_read <= loads(3, 2, 1000) < loads(3, 3, 0)
+    assert launch_full.bytes_read <= loads(6, 0, 1000) < loads(6, 1, 0)
+
+
+CASES = {
+    "no key": dict(case(1, 1, 200, 272), attn_mask=of_classes([[0] * 5] * 4, 200, 272)),
+    "unaligned, GQA, causal": dict(
+        case(2, 4, 200, 275, kv_heads=2, bias=(1, 1, 200, 275), is_causal=True),
+        attn_mask=of_classes([[1, 0, 0, 0, 0], [2, 2, 0, 0, 0], [0, 0, 2, 0, 0], [0, 1, 1, 2, 0]], 200, 275),
+    ),
+    "padding": dict(
+        case(2, 2, 70, 275, dtype=FP16, softcap=2.0),
+        attn_mask=(torch.arange(275) < torch.tensor([100, 275])[:, None])[:, None, None],
+    ),
+    "rows": dict(case(1, 2, 200, 80), attn_mask=(torch.arange(200) < 100)[None, None, :, None]),
+    "a batch entry": dict(case(2, 1, 70, 80), attn_mask=torch.tensor([True, False])[:, None, None, None]),
+    "a mask of each head, expanded": dict(
+        case(2, 2, 130, 144, 128, bias=(2, 1, 130, 144), bias_dtype=FP32),
+        attn_mask=random_classes(1, 2, 130, 144).expand(2, 2, 130, 144),
+    ),
+    "more tiles than lanes": dict(
+        case(1, 1, 64, 128 * 33 + 5, 32), attn_mask=(torch.arange(128 * 33 + 5) > 128 * 33 - 64)[None, None, None]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("where", HOPPER)
+@pytest.mark.parametrize("kind", CASES)
+def test_numbers_and_bits_of_masks(kind, where):
+    args = CASES[kind]
+    with emulated(where):
+        got, again = step(args), step(args)
+    dtype = args["query"].dtype
+    assert_right(got, truth(args), dtype)
+    assert all(same_bits(again[name], t) for name, t in got.items())
