@@ -5,8 +5,9 @@ import torch
 
 import quackish
 from quackish.configs.attention import BLOCK, EMPTY, FULL, MIXED
-from quackish.ops.attention.kernel_steps import classes_shape, steps_of
+from quackish.ops.attention.kernel_steps import classes_shape, steps_of, unknown_classes
 from quackish.ops.device import device_of
+from quackish.reference.attention import Inputs, Options
 from quackish.testing.errors import same_bits
 from tests.attention_cases import FP16, FP32, assert_right, case, step, truth
 from tests.emulator_cases import HOPPER, QUICK, emulated
@@ -37,7 +38,9 @@ def random_classes(*shape):
     batches, heads, rows, columns = shape
     generator = torch.Generator().manual_seed(0)
     blocks = (-(-rows // BLOCK), -(-columns // BLOCK))
-    masks = [of_classes(torch.randint(0, 3, blocks, generator=generator), rows, columns, i) for i in range(batches * heads)]
+    masks = [
+        of_classes(torch.randint(0, 3, blocks, generator=generator), rows, columns, i) for i in range(batches * heads)
+    ]
     return torch.cat(masks).view(shape)
 
 
@@ -71,7 +74,7 @@ def test_classes(where):
 # Tiles ----------------------------------------------------------------------------------------------------------------
 
 # A tile of forward has 2 x 2 blocks. The first row of tiles has an empty, a full and a mixed one, the second row none.
-ROWS = [[0, 0, 2, 2, 1], [0, 0, 2, 2, 0], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]]
+ROWS = [[0, 0, 2, 2, 1, 0], [0, 0, 2, 2, 0, 0], [0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]]
 
 
 def forward(args, where):
@@ -82,28 +85,35 @@ def forward(args, where):
     return dict(o=out, lse=lse), report.launches[1]
 
 
-def only_forward(results):
-    return {name: results[name] for name in ("o", "lse")}
+def bytes_of(tiles, masks):
+    """What forward reads for two tiles of queries and `tiles` tiles of scores, `masks` of them with the mask."""
+    return (2 + 2 * tiles) * 128 * 64 * 2 + masks * 128 * 128
 
 
 def test_skipped_tiles():
-    """NaN in an empty tile reaches nothing; a full tile's mask is not read."""
-    args = case(1, 1, 200, 272) | dict(attn_mask=of_classes(ROWS, 200, 272))
-    want = only_forward(truth(args))
+    """NaN in an empty tile reaches nothing, and a full tile's mask is not read. A row of tiles has at least one."""
+    args = case(1, 1, 256, 384) | dict(attn_mask=of_classes(ROWS, 256, 384))
+    want = truth(args)
     with torch.no_grad():
         for name in ("key", "value"):
             args[name][:, :, :128] = torch.nan
     got, launch = forward(args, QUICK)
-    assert_right(got, want)
-    assert not got["o"][:, :, 128:].any()
+    assert_right(got, {name: want[name] for name in got})
     args["attn_mask"] = torch.ones_like(args["attn_mask"])
-    all_full, launch_full = forward(args, QUICK)
-    # a row of tiles without work computes one
-    assert launch.mmas * 6 == launch_full.mmas * 3
-    tile, box = 128 * 64 * 2, 128 * 128
-    loads = lambda tiles, masks, classes: 2 * tile + 2 * tile * tiles + masks * box + classes
-    assert launch.bytes_read <= loads(3, 2, 1000) < loads(3, 3, 0)
-    assert launch_full.bytes_read <= loads(6, 0, 1000) < loads(6, 1, 0)
+    _, of_all = forward(args, QUICK)
+    assert launch.mmas * 6 == of_all.mmas * 3
+    classes = 4096  # more than the bytes of classes that are read
+    assert bytes_of(3, 2) < launch.bytes_read < bytes_of(3, 2) + classes
+    assert bytes_of(6, 0) < of_all.bytes_read < bytes_of(6, 0) + classes
+
+
+def test_bits_do_not_depend_on_what_is_skipped():
+    q, k, v, mask = (case(1, 2, 200, 272) | dict(attn_mask=random_classes(1, 2, 200, 272))).values()
+    inputs, options = Inputs(q.detach(), k.detach(), v.detach(), None, mask), Options(0.125)
+    with emulated(QUICK):
+        steps = steps_of(device_of(CPU))
+        skipped, computed = (steps.forward(inputs, options, c) for c in (steps.classes(mask), unknown_classes(mask)))
+    assert all(same_bits(a, b) for a, b in zip(skipped, computed, strict=True))
 
 
 CASES = {

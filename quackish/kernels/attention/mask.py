@@ -7,7 +7,7 @@ the last ones, which changes no class.
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Boolean, Int32, Int64, const_expr
+from cutlass import Int32, Int64, const_expr
 
 from quackish.configs.attention import BLOCK, EMPTY, FULL, MIXED, AttentionMaskConfig, AttentionMaskProblem, MaskArgs
 from quackish.kernels.common.arguments import fake_args

@@ -335,7 +335,8 @@ class AttentionSm90(MaskWalk):
 
     @cute.jit
     def scores(
-        self, acc: cute.Tensor, args: ScoreArgs, tiles: ScoreTiles, stage: Int32, block: Block, shift, tanhs, is_full=None
+        self, acc: cute.Tensor, args: ScoreArgs, tiles: ScoreTiles, stage: Int32, block: Block, shift, tanhs,
+        is_full=None,
     ):  # fmt: skip
         """acc = x - shift for acc = q k^T; tanhs: registers for the softcap's tanh.
 

@@ -1,8 +1,8 @@
 """The walk of attention's kernels over tiles of scores, without those that a mask leaves empty.
 
-The classes of the mask's blocks are in memory. The producer reads those of 32 tiles at once, one per lane, and takes the
-tiles to do in order. It tells the consumers in shared memory which tile a stage has, and whether the mask leaves all
-its keys: then the mask is not loaded. The consumers count an item's tiles before they start it.
+The classes of the mask's blocks are in memory. The producer reads those of 32 tiles at once, one per lane, and takes
+the tiles to do in order. It tells the consumers in shared memory which tile a stage has, and whether the mask leaves
+all its keys: then the mask is not loaded. The consumers count an item's tiles before they start it.
 """
 
 from typing import NamedTuple
@@ -74,7 +74,7 @@ class MaskWalk:
     # What the producer tells the consumers
 
     def allocate_walk(self, smem):
-        """(stages,), or None without a mask. Allocated first, it is in front of tiles that are aligned to 1024 bytes."""
+        """(stages,), or None without a mask. Allocated first: then it fits in front of the first aligned tile."""
         if not self.problem.mask:
             return None
         return smem.allocate_tensor(Int32, cute.make_layout((self.config.num_stages,)), 16)

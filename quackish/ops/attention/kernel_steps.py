@@ -260,6 +260,6 @@ def _scores(
     return ScoreArgs(
         q=_strided(q), k=_strided(k), v=_strided(v), bias=_broadcast(bias, problem.bias_aligned),
         mask=_broadcast(mask, problem.mask_aligned), classes=_broadcast(classes, False), scale=options.scale,
-        softcap=options.softcap, **bounds, batch=batch, heads=heads, group=heads // k.shape[1], num_q=num_q, num_k=k.shape[2], d=d,
-        max_ctas=max_ctas,
+        softcap=options.softcap, **bounds, batch=batch, heads=heads, group=heads // k.shape[1], num_q=num_q,
+        num_k=k.shape[2], d=d, max_ctas=max_ctas,
     )  # fmt: skip
