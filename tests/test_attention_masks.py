@@ -107,6 +107,17 @@ def test_skipped_tiles():
     assert bytes_of(6, 0) < of_all.bytes_read < bytes_of(6, 0) + classes
 
 
+@pytest.mark.exhaustive
+def test_more_tiles_than_lanes():
+    keys = 128 * 33 + 5
+    args = case(1, 1, 64, keys, 32) | dict(attn_mask=(torch.arange(keys) >= 128 * 33)[None, None, None])
+    want = truth(args)
+    with torch.no_grad():
+        args["value"][:, :, : 128 * 33] = torch.nan
+    got, _ = forward(args, QUICK)
+    assert_right(got, {name: want[name] for name in got})
+
+
 def test_bits_do_not_depend_on_what_is_skipped():
     q, k, v, mask = (case(1, 2, 200, 272) | dict(attn_mask=random_classes(1, 2, 200, 272))).values()
     inputs, options = Inputs(q.detach(), k.detach(), v.detach(), None, mask), Options(0.125)
@@ -132,9 +143,6 @@ CASES = {
         case(2, 2, 130, 144, 128, bias=(2, 1, 130, 144), bias_dtype=FP32),
         attn_mask=random_classes(1, 2, 130, 144).expand(2, 2, 130, 144),
     ),
-    "more tiles than lanes": dict(
-        case(1, 1, 64, 128 * 33 + 5, 32), attn_mask=(torch.arange(128 * 33 + 5) > 128 * 33 - 64)[None, None, None]
-    ),
 }  # fmt: skip
 
 
@@ -148,3 +156,16 @@ def test_numbers_and_bits_of_masks(kind, where):
     dtype = args["query"].dtype
     assert_right(got, truth(args), dtype)
     assert all(same_bits(again[name], t) for name, t in got.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", CASES)
+def test_numbers_and_bits_of_masks_on_gpu(kind):
+    args = {
+        name: arg.detach().cuda().requires_grad_(arg.requires_grad) if isinstance(arg, torch.Tensor) else arg
+        for name, arg in CASES[kind].items()
+    }
+    got = step(args)
+    assert_right(got, truth(args), args["query"].dtype)
+    for _ in range(19):
+        assert all(same_bits(t, got[name]) for name, t in step(args).items())
