@@ -189,10 +189,12 @@ class AttentionForwardSm90(AttentionSm90):
 
     @cute.jit
     def loaded_block(self, block: Block, sWalk, stage: Int32):
-        """(block, None), or with a mask (block with the keys of the loaded tile, 1 if the mask leaves them all)."""
+        """(block, None), or with a mask (block with the keys of the loaded tile, `is_full` of `scores`)."""
         if const_expr(sWalk is None):
             return block, None
         n, is_full = self.told(sWalk, stage)
+        if const_expr(not (self.problem.bias_aligned or self.problem.mask_aligned)):
+            is_full = None  # reading both from global memory, a branch around the mask spills registers
         return block._replace(k0=n * self.tile_k), is_full
 
     @cute.jit
