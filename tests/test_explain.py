@@ -455,11 +455,11 @@ def test_launches_and_memory_of_grouped_mlp():
 
 
 @pytest.mark.parametrize(
-    "words, names", [("", ()), ("--shared-bias --mask", ("attention_bwd_bias",)), ("--no-grad", None)]
+    "words, names", [("", ()), ("--attn-bias 1,h --attn-mask half", ("attention_bwd_bias",)), ("--no-grad", None)]
 )
 def test_launches_of_attention(words, names):
     """Sizes are the call's, although each tensor's strides have names such as batch too."""
-    steps = dry(f"scaled_dot_product_attention 3x200x4x40 {words}").steps
+    steps = dry(f"scaled_dot_product_attention 3x4x200x40 {words}").steps
     backward = () if names is None else ("attention_bwd_queries", "attention_bwd_keys", *names)
     if "--mask" in words:
         assert steps.pop(0).sizes == dict(batches=3, heads=1, rows=200, columns=200)
