@@ -122,7 +122,7 @@ def _speed(results: Results, cell: Cell) -> list[Verdict]:
 
 
 def _memory(results: Results) -> list[Verdict]:
-    """Results, gradients and MEMORY per row of the scores."""
+    """The peak is linear in the length, besides the bias's gradient."""
     shares = {}
     for cell in results.cells:
         if target_of(cell) is not None and (mb := results.value(cell, OURS, "peak_mb")) is not None:
