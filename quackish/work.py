@@ -189,6 +189,9 @@ def _lce_clear(p: lce_cublas.LceClearProblem, s: Sizes) -> Work:
     return _returns_at_once("writes the ignored rows, if any")
 
 
+_SKIP_EMPTY_TILES = (attention.AttentionForwardProblem, attention.AttentionBiasProblem)
+
+
 def _attention(p: attention.AttentionProblem, s: Sizes, matmuls: int, rows: int, dbias: int = 0) -> Work:
     """matmuls: of Lq x Lk x d. rows: tensors like q that are read and written, besides k and v."""
     scores = s["batch"] * s["heads"] * s["num_q"] * s["num_k"]
@@ -197,7 +200,7 @@ def _attention(p: attention.AttentionProblem, s: Sizes, matmuls: int, rows: int,
     read = of_bias * _bytes(p.bias_dtype) + of_mask * p.mask + (rows - 1) * of_q + 2 * of_k // s["group"]
     notes = ["fewer bytes of a bias or mask that is the same for all queries or keys"] * (of_bias + of_mask > 0)
     notes += ["less work with causality or a window"] * p.band
-    notes += ["less work where a mask leaves a tile empty"] * p.mask
+    notes += ["less work where a mask leaves a tile empty"] * (p.mask and isinstance(p, _SKIP_EMPTY_TILES))
     return Work(read, of_q + scores * dbias, 2 * matmuls * scores * s["d"], "; ".join(notes))
 
 

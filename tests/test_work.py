@@ -229,6 +229,8 @@ def test_work_of_attention():
     assert counts("attention_bwd_bias", AttentionBiasProblem(**fields)) == (
         nbytes(q, q, k, k, bias[:1], mask), 3 * nbytes(bias[:1]), 2 * product
     )  # fmt: skip
+    of_mask = dict(batches=batch, heads=1, rows=num_q, columns=130)  # three blocks of 64 columns
+    assert work("attention_mask", AttentionMaskProblem(by_vectors=False), of_mask) == Work(2 * 24 * 130, 2 * 3, 0)
 
 
 def test_work_of_token_rows():
