@@ -6,7 +6,7 @@ row or column of a GEMM. All rows count as live and all groups as used: only the
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from quackish import kernels
@@ -189,14 +189,25 @@ def _lce_clear(p: lce_cublas.LceClearProblem, s: Sizes) -> Work:
     return _returns_at_once("writes the ignored rows, if any")
 
 
+_SKIP_EMPTY_TILES = (attention.AttentionForwardProblem, attention.AttentionBiasProblem)
+
+
 def _attention(p: attention.AttentionProblem, s: Sizes, matmuls: int, rows: int, dbias: int = 0) -> Work:
     """matmuls: of Lq x Lk x d. rows: tensors like q that are read and written, besides k and v."""
     scores = s["batch"] * s["heads"] * s["num_q"] * s["num_k"]
+    of_bias, of_mask = (_matrices(s, of) * s["num_q"] * s["num_k"] for of in ("bias", "mask"))
     of_q, of_k = (s["batch"] * s["heads"] * s[n] * s["d"] * _bytes(p.dtype) for n in ("num_q", "num_k"))
-    read = scores * (_bytes(p.bias_dtype) + p.mask) + (rows - 1) * of_q + 2 * of_k // s["group"]
-    notes = ["fewer bytes of a bias or mask that is broadcast"] * (p.bias_dtype is not None or p.mask)
+    read = of_bias * _bytes(p.bias_dtype) + of_mask * p.mask + (rows - 1) * of_q + 2 * of_k // s["group"]
+    notes = ["fewer bytes of a bias or mask that is the same for all queries or keys"] * (of_bias + of_mask > 0)
     notes += ["less work with causality or a window"] * p.band
+    notes += ["less work where a mask leaves a tile empty"] * (p.mask and isinstance(p, _SKIP_EMPTY_TILES))
     return Work(read, of_q + scores * dbias, 2 * matmuls * scores * s["d"], "; ".join(notes))
+
+
+def _attention_mask(p: attention.AttentionMaskProblem, s: Sizes) -> Work:
+    read = s["batches"] * s["heads"] * s["rows"] * s["columns"]
+    blocks = _ceil_div(s["rows"], attention.BLOCK) * _ceil_div(s["columns"], attention.BLOCK)
+    return Work(read, s["batches"] * s["heads"] * blocks, 0)
 
 
 def _attention_fwd(p: attention.AttentionForwardProblem, s: Sizes) -> Work:
@@ -215,9 +226,21 @@ def _attention_bwd_keys(p: attention.AttentionKeysProblem, s: Sizes) -> Work:
 
 def _attention_bwd_bias(p: attention.AttentionBiasProblem, s: Sizes) -> Work:
     work = _attention(p, s, matmuls=2, rows=3)  # q, do
-    return dataclasses.replace(
-        work, bytes_written=4 * s["parts"] * s["batches"] * s["bias_heads"] * s["num_q"] * s["num_k"]
-    )
+    written = 4 * s["parts"] * _matrices(s, "bias") * s["num_q"] * s["num_k"]
+    return dataclasses.replace(work, bytes_written=written)
+
+
+def _matrices(s: Sizes, of: str) -> int:
+    """The number of matrices (num_q, num_k) of a bias or a mask."""
+    return s.get(f"{of}_batch", 0) * s.get(f"{of}_heads", 0)
+
+
+def _broadcast_sizes(scores: Any) -> Iterator[tuple[str, int]]:
+    """Batch and heads of the bias and the mask, whose strides are 0 where they are broadcast."""
+    for name in ("bias", "mask"):
+        if hasattr(t := getattr(scores, name), "batch"):
+            yield f"{name}_batch", scores.batch if t.batch else 1
+            yield f"{name}_heads", scores.heads if t.head else 1
 
 
 # The table -----------------------------------------------------------------------------------------------------------
@@ -230,15 +253,23 @@ class Kernel(NamedTuple):
 
 
 _ATTENTION = ("batch", "heads", "group", "num_q", "num_k", "d")
+# Kernels that compute scores, and the arguments that they write. `sizes_of` also gives the sizes of bias and mask.
+ATTENTION_RESULTS = {
+    "attention_fwd": ("o", "lse"),
+    "attention_bwd_queries": ("stats", "dq", "dbias"),
+    "attention_bwd_keys": ("dk", "dv"),
+    "attention_bwd_bias": ("dbias",),
+}
 KERNELS = {
     "rms_norm_fwd": Kernel({"m": -3}, _rms_norm_fwd),
     "rms_norm_bwd": Kernel({"m": -3}, _rms_norm_bwd),
     "lce_gemm": Kernel(("m", "n", "k"), _lce_gemm),
     "grouped_gemm": Kernel(("rows", "m", "n", "k", "groups"), _grouped_gemm),
+    "attention_mask": Kernel(("batches", "heads", "rows", "columns"), _attention_mask),
     "attention_fwd": Kernel(_ATTENTION, _attention_fwd),
     "attention_bwd_queries": Kernel(_ATTENTION, _attention_bwd_queries),
     "attention_bwd_keys": Kernel(_ATTENTION, _attention_bwd_keys),
-    "attention_bwd_bias": Kernel((*_ATTENTION, "parts", "batches", "bias_heads"), _attention_bwd_bias),
+    "attention_bwd_bias": Kernel((*_ATTENTION, "parts"), _attention_bwd_bias),
     "token_rows": Kernel({"tokens": -3, "k": -2}, _token_rows),
     "lce_compact": Kernel(("v", "m"), _lce_compact),
     "lce_gather": Kernel(("rows", "v"), _lce_gather),
@@ -268,6 +299,8 @@ def sizes_of(kernel: str, args: Sequence[Any]) -> dict[str, int]:
     if isinstance(sizes, tuple):
         parts = [part._asdict() for part in (args[0], *args[0]) if hasattr(part, "_asdict")]
         found = {name: next(part[name] for part in parts if name in part) for name in sizes}
+        if kernel in ATTENTION_RESULTS:
+            found |= dict(_broadcast_sizes(args[0].scores))
         return {name: size for name, size in found.items() if size is not None}
     return {name: args[at] for name, at in sizes.items()}
 

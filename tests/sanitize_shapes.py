@@ -20,6 +20,7 @@ from quackish.ops.linear_cross_entropy import linear_cross_entropy, steps
 from quackish.ops.linear_cross_entropy.cublas import CublasKernels
 from quackish.reference.grouped_mlp import GATED
 from quackish.testing.inputs import rows, weights
+from tests.attention_cases import case, step
 from tests.lce_cases import make, run
 
 GPU = "cuda"
@@ -93,6 +94,18 @@ TOKEN_ROWS = {
     "token rows": (37, 264, 3),
     "token rows, two CTAs per token": (5, 2880, 4),
 }  # tokens, columns, rows of each
+
+# name: the arguments of tests.attention_cases.case
+ATTENTION = {
+    "attention bias": dict(batch=2, num_q=129, bias=(2, 2, 129, 129)),
+    "attention broadcast bias and mask": dict(
+        batch=2, num_q=200, num_k=264, bias=(1, 2, 200, 264), mask=(2, 1, 200, 264)
+    ),
+    "attention fp32 bias": dict(num_q=63, num_k=65, d=128, bias=(1, 1, 63, 65), bias_dtype=FP32),
+    "attention unaligned": dict(heads=4, kv_heads=2, num_q=65, num_k=127, d=40, dtype=FP16, bias=(1, 4, 65, 127)),
+    "attention window and softcap": dict(num_q=300, bias=(1, 2, 300, 300), window=(70, 20), softcap=2.0),
+    "attention mask of keys": dict(num_q=70, num_k=300, mask=(1, 1, 1, 300)),
+}
 
 
 def run_rms_norm(m, n, x_dtype, w_dtype, b_dtype, r_dtype, heads=1) -> None:
@@ -168,6 +181,10 @@ def run_token_rows(tokens, n, k) -> None:
     steps.sum_rows(steps.copy_rows(rows((tokens, n), BF16).to(GPU), of_experts), of_experts)
 
 
+def run_attention(name) -> None:
+    step(case(device=GPU, **ATTENTION[name]))
+
+
 def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("sanitize_shapes.py: needs an NVIDIA GPU")
@@ -175,6 +192,7 @@ def main() -> None:
     calls |= {name: lambda name=name: run_linear_cross_entropy(name) for name in LINEAR_CROSS_ENTROPY}
     calls |= {name: lambda name=name: run_grouped_mlp(*GROUPED_MLP[name]) for name in GROUPED_MLP}
     calls |= {name: lambda name=name: run_token_rows(*TOKEN_ROWS[name]) for name in TOKEN_ROWS}
+    calls |= {name: lambda name=name: run_attention(name) for name in ATTENTION}
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
     names = [name for name in calls if wanted in name]
     if not names:

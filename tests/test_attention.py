@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import quackish
 from quackish.errors import UnsupportedError
@@ -51,6 +52,18 @@ def test_results_are_pytorchs(kind, max_scores, monkeypatch):
     dy = torch.randn(want.shape, dtype=FP64)
     for ours, other in zip(*(torch.autograd.grad(y, leaves, dy) for y in (got, want)), strict=True):
         torch.testing.assert_close(ours, other, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("num_q, num_k", [(1, 1), (1, 9), (9, 1)])
+def test_lengths_of_one(num_q, num_k):
+    args = case(2, 4, num_q, num_k, 8, dtype=FP64, bias=(2, 4, num_q, num_k), kv_heads=2)
+    bias = args.pop("attn_bias")
+    found = [
+        (y, *torch.autograd.grad(y.square().sum(), (*list(args.values())[:3], bias)))
+        for y in (attention(**args, attn_bias=bias), F.scaled_dot_product_attention(**args, attn_mask=bias))
+    ]
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
 def test_softcap_window_and_lse_have_the_right_gradients():
@@ -129,6 +142,20 @@ def test_inputs_edited_before_backward():
             args[name].add_(1) if name == "attn_bias" else args[name].logical_not_()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.sum().backward()
+
+
+def test_checkpoints():
+    """Recomputed in backward, also inside compiled code."""
+    args = case(bias=(1, 2, 70, 70), mask=(70, 70), dtype=FP32)
+    leaves = [t for t in args.values() if t.requires_grad]
+
+    def checkpointed():
+        return checkpoint(lambda: attention(**args), use_reentrant=False)
+
+    want = torch.autograd.grad(attention(**args).sum(), leaves)
+    torch.compiler.reset()
+    for function in (checkpointed, torch.compile(checkpointed, fullgraph=True, backend="aot_eager")):
+        assert all(map(same_bits, torch.autograd.grad(function().sum(), leaves), want))
 
 
 def test_second_derivatives_are_refused():

@@ -9,6 +9,8 @@ from quackish.configs.attention import (
     AttentionConfig,
     AttentionForwardProblem,
     AttentionKeysProblem,
+    AttentionMaskConfig,
+    AttentionMaskProblem,
     AttentionQueriesProblem,
     attention_config,
     attention_why_illegal,
@@ -41,6 +43,11 @@ def problems():
 @pytest.mark.parametrize("name, problem, gpu", one_per_kernel((*case, H200) for case in problems()))
 def test_compiles_without_spills(name, problem, gpu):
     check_compiles(name, problem, attention_config(problem, gpu), gpu)
+
+
+@pytest.mark.parametrize("by_vectors", [True, False])
+def test_classes_compile_without_spills(by_vectors):
+    check_compiles("attention_mask", AttentionMaskProblem(by_vectors), AttentionMaskConfig(), H200)
 
 
 def test_measured_configs():

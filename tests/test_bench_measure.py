@@ -5,13 +5,15 @@ import math
 import pytest
 import torch
 
-from quackish.bench import host, measure_rms_norm
+from quackish.bench import host, measure_attention, measure_rms_norm
+from quackish.bench import providers_attention as attentions
 from quackish.bench import providers_grouped_mlp as mlps
-from quackish.bench.cells import A_LAUNCH, AGAIN, NONE_IGNORED, Cell
+from quackish.bench.cells import A_LAUNCH, AGAIN, NONE_IGNORED, Cell, data_of
 from quackish.bench.measure import ERRORS, Memory, Record, Run
 from quackish.bench.measure_linear_cross_entropy import CONFIDENCE, Data, Truth, dlogits_of
 from quackish.bench.providers_rms_norm import Provider, load
 from quackish.bench.table import BENCHES
+from quackish.gpu import Roofs
 from quackish.launch import compile as compiling
 from quackish.operations.linear_cross_entropy import IGNORED
 from quackish.testing.timing import Times, bursts, interleave, prepare, take_turns
@@ -30,11 +32,11 @@ def one_thread():
 
 
 def measure(
-    op: str, shape: tuple[int, ...], direction: str, providers: dict[str, object], **options
+    op: str, shape: tuple[int, ...], direction: str, providers: dict[str, object], data: str = "normal", **options
 ) -> dict[str, Record]:
     """The last record of each provider. Providers that are strings are loaded by that name."""
     records: dict[str, Record] = {}
-    cell = Cell(op, shape, "bfloat16", direction, ignored=options.pop("ignored", 0.0))
+    cell = Cell(op, shape, "bfloat16", direction, data, ignored=options.pop("ignored", 0.0))
 
     def provider(name: str) -> object:
         found = providers.get(name, name)
@@ -61,6 +63,48 @@ def test_a_cell_of_grouped_mlp_has_times_errors_and_the_roof():
             assert max(found) < 0.01
         assert "wrong: err_y " in records["off"]["note"]
         assert all(found["roof_ms"] == records[roof]["median_ms"] for found in records.values())
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_a_cell_of_attention_has_times_and_errors_of_all_gradients():
+    """Every broadcast of the bias and a mask, also through FlexAttention's score_mod and BlockMask."""
+
+    def off(query, key, value, attn_bias, attn_mask, is_causal):
+        return 1.5 * attentions.ours()(query, key, value, attn_bias, attn_mask, is_causal)
+
+    providers = {"quackish": "quackish", "torch-math": "torch-math", "off": off}
+    for options in ({"attn_bias": "B,1"}, {"attn_bias": "1,1", "bias_dtype": "float32"}, {"attn_mask": "half"}):
+        cell = dict(op="scaled_dot_product_attention", shape=(2, 2, 40, 16), data=data_of(options | {"causal": True}))
+        records = measure(direction="forward+backward", providers=providers, **cell)
+        assert records.keys() == {*providers, AGAIN}
+        for name in ("quackish", "torch-math"):
+            found = [records[name][column] for column in ERRORS if column in records[name]]
+            assert len(found) == 5
+            assert max(found) < 0.01
+        assert "wrong: err_y 0.5" in records["off"]["note"]
+        forward = {"quackish": "quackish", "flex": "flex"}
+        forward |= {"flex-block-mask": "flex-block-mask"} if "attn_mask" in options else {}
+        records = measure(direction="forward", providers=forward, **cell)
+        assert all(records[name]["err_y"] < 0.01 for name in forward)
+
+
+def test_the_computed_minimum_of_attention():
+    """Bytes at 4 TB/s or FLOPs at 1 PFLOP/s, for tiles in which a key takes part."""
+    args = measure_attention.make(Cell("", (2, 4, 1024, 64), "bfloat16", "", data_of({"attn_bias": "1,H"})), CPU)[0]
+    tensor, bias = 2 * 4 * 1024 * 64 * 2, 4 * 1024 * 1024 * 2
+    roofs = Roofs(4e12, 4e12, 1e15, "")
+    us, note = measure_attention.minimum(args, False, roofs)
+    assert us == pytest.approx(1e6 * (4 * tensor + bias) / 4e12)
+    assert note == f"forward {us:.0f} us (memory)"
+    matmul = 2 * 2 * 4 * 1024**2 * 64
+    slow = Roofs(4e14, 4e14, 1e13, "")
+    assert measure_attention.minimum(args, True, slow)[0] == pytest.approx(1e6 * 7 * matmul / 1e13)
+    mask = torch.zeros(2, 1, 130, 130, dtype=torch.bool)
+    mask[0, 0, 129, 0] = mask[0, 0, 0, 64] = True
+    q = torch.zeros(2, 4, 130, 64)
+    assert measure_attention.share_of_tiles(mask, False, q, q) == pytest.approx(2 / 18)
+    assert measure_attention.share_of_tiles(mask, True, q, q) == pytest.approx(1 / 18)
+    assert measure_attention.share_of_tiles(None, True, q, q) == pytest.approx(6 / 9)
 
 
 # Timing --------------------------------------------------------------------------------------------------------------

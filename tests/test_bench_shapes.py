@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from quackish.bench.cells import Cell, Job
+from quackish.bench.cells import Cell, Job, data_of, options_of
 from quackish.bench.measure import time_columns
 from quackish.bench.results import COLUMNS, cell_of, row_of
 from quackish.bench.table import BENCHES
@@ -59,6 +59,12 @@ def test_patterns_of_providers():
         "torch-cute-4096",
         "mine:loss",
     )
+
+
+def test_options_of_a_call_are_data_of_a_cell():
+    for options, data in (({}, "normal"), ({"attn_bias": "1,H", "causal": True}, "attn_bias=1,H causal")):
+        assert data_of(options) == data
+        assert options_of(data) == options
 
 
 def test_columns_of_rows_and_the_readme():

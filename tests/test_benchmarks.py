@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 
 import quackish
-from benchmarks import grouped_mlp, host_overhead, linear_cross_entropy, parallel, rms_norm, traces
+from benchmarks import attention, grouped_mlp, host_overhead, linear_cross_entropy, parallel, rms_norm, traces
 from benchmarks import targets_linear_cross_entropy as targets
 from quackish.bench import processes, providers_linear_cross_entropy, report, runner
-from quackish.bench.cells import A_LAUNCH, AGAIN, NONE_IGNORED, Cell, Job
+from quackish.bench.cells import A_LAUNCH, AGAIN, NONE_IGNORED, Cell, Job, options_of
 from quackish.bench.environment import environment
 from quackish.bench.measure import Record, Run, time_columns
 from quackish.bench.measure_grouped_mlp import group_sizes
@@ -156,7 +156,7 @@ RECORDED = sorted((ROOT / "benchmarks" / "results").rglob("*_*.csv"))
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: str(path.relative_to(ROOT / "benchmarks" / "results")))
 def test_recorded_results_can_be_reported(path):
     programs = {"rms_norm": rms_norm, "linear_cross_entropy": targets}
-    programs |= dict.fromkeys(("grouped_mlp", "moe_mlp"), grouped_mlp)
+    programs |= dict.fromkeys(("grouped_mlp", "moe_mlp"), grouped_mlp) | {"scaled_dot_product_attention": attention}
     if path.stem in programs:  # a training step has other columns
         page = report.markdown(Results(read_rows(path)), programs[path.stem].PAGE)
         assert "quackish" in page.partition("\n## ")[2]
@@ -422,3 +422,64 @@ def test_experts_after_a_router_are_compared_with_fp64(monkeypatch):
     assert min(errors["liger"]) == pytest.approx(0.5, abs=0.01)
     assert "wrong: err_y 0.5" in found["liger"]["note"]
     assert all(max(of) < 0.01 for name, of in errors.items() if name != "liger")
+
+
+# Attention -----------------------------------------------------------------------------------------------------------
+
+
+def test_targets_of_attention():
+    def judge(job, ours, peers, mb=1.0, error=1e-3):
+        mine = {"median_ms": ours, "peak_mb": mb, "err_y": error, "roof_ms": 1.0}
+        times = {name: {"median_ms": ms, "err_y": 1e-3} for name, ms in peers.items()}
+        found = {name: {"status": "ok"} | record for name, record in {**times, "quackish": mine}.items()}
+        return attention.verdicts(results_of({job.cell: found}))
+
+    long, short = attention.case(2048, 64), attention.case(512, 64)
+    mask = attention.case(4096, 64, attn_bias="none", attn_mask="top")
+    words = lambda *of, **how: [word for word, _ in judge(*of, **how)]  # noqa: E731
+    assert words(long, 1.0, {"flex": 2.5, "torch-efficient": 9.0}) == ["PASS"] * 3
+    assert words(long, 1.0, {"flex": 2.49}, error=0.003) == ["FAIL", "PASS", "FAIL"]
+    assert words(short, 1.0, {"flex": 1.01}) == ["PASS"] * 3
+    assert words(short, 1.0, {"flex": 1.0})[0] == "FAIL"
+    assert words(attention.case(2048, 64, attn_bias="1,H"), 1.0, {"flex": 1.01})[0] == "PASS"
+    assert words(attention.case(2048, 64, attention.FORWARD), 1.0, {"flex": 1.01})[0] == "PASS"
+    # a mask alone is compared with FlexAttention
+    assert words(mask, 1.0, {"flex": 1.6, "flex-block-mask": 1.5, "torch-cudnn": 0.5})[0] == "PASS"
+    assert words(mask, 1.0, {"flex": 1.6, "flex-block-mask": 1.4})[0] == "FAIL"
+    # plain calls are PyTorch's, and peers with wrong results do not count
+    assert words(attention.case(2048, 64, attn_bias="none"), 1.0, {"fa4": 0.5}) == ["PASS"]
+    wrong = results_of({long.cell: {"quackish": {"status": "ok", "median_ms": 1.0}, "flex": {"err_y": 0.5}}})
+    assert attention.verdicts(wrong) == []
+    # o, dq, dk and dv of 64 columns, a bias (4, 16, 2048, 2048), and 64 bytes per row
+    rows = 4 * 16 * 2048
+    most = 1e-6 * (rows * (4 * 128 + 64) + rows * 2048 * 2)
+    for factor, word in ((0.999, "PASS"), (1.001, "FAIL")):
+        assert words(long, 1.0, {"flex": 2.5}, mb=factor * most) == ["PASS", word, "PASS"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU all cells are measured")
+def test_attention_writes_rows_of_every_kind_of_cell(tmp_path, in_this_process):
+    path = attention.main(["--out", str(tmp_path), "--only", "2x2x130x64"])
+    rows = read_rows(path)
+    assert {row["data"] for row in rows} == {job.cell.data for job in attention.TINY}
+    assert all(row["median_ms"] for row in rows)
+    assert "what rounding to bf16 explains: at most 0." in path.with_suffix(".md").read_text()
+    with pytest.raises(ValueError, match="--only is 'zipf'; expected words such as 4x16x2048x64"):
+        attention.main(["--out", str(tmp_path), "--only", "zipf"])
+
+
+def test_cells_of_attention_are_distinct_and_legal():
+    cells = [job.cell for job in attention.JOBS]
+    assert len(set(cells)) == len(cells)
+    for cell in cells:
+        BENCHES[cell.op].op.arguments(cell.shape, torch.bfloat16, torch.device("meta"), options_of(cell.data))
+        assert cell.shape[0] * cell.shape[2] == attention.TOKENS
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_attention_is_compiled_before_the_run():
+    cell = attention.TINY[1].cell
+    for name in ("quackish", "flex"):
+        attention.first_step(cell, name)
+    with pytest.raises(ValueError, match="there is no mask"):
+        attention.first_step(cell, "flex-block-mask")

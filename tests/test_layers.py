@@ -56,12 +56,12 @@ LAYERS = {
     "work": Layer(quackish="errors gpu configs kernels"),
     "profiling": Layer(quackish="console errors gpu configs kernels launch work", outside="torch"),
     "operations": Layer(quackish="argument_types errors ops reference testing types work", outside="torch"),
-    "tune": Layer(quackish="errors gpu configs launch kernels ops testing", outside="torch"),
+    "tune": Layer(quackish="errors gpu configs reference launch kernels ops testing work", outside="torch"),
     "bench": Layer(
         quackish="_version console errors gpu configs interrupt reference launch kernels ops testing work profiling "
         "operations",
         outside="torch",
-        lazy="matplotlib cutlass tvm_ffi triton quack liger_kernel cut_cross_entropy transformers",
+        lazy="matplotlib cutlass tvm_ffi triton quack liger_kernel cut_cross_entropy flash_attn transformers",
     ),
     "cli": Layer(
         quackish="_version errors variables files gpu configs reference launch kernels ops testing work profiling "

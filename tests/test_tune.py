@@ -14,17 +14,25 @@ from quackish import config
 from quackish.cli import tune as command
 from quackish.cli.parser import CommandError, Parser
 from quackish.configs import choose, table
+from quackish.configs.attention import (
+    AttentionBiasProblem,
+    AttentionForwardProblem,
+    AttentionKeysProblem,
+    AttentionQueriesProblem,
+)
 from quackish.configs.choose import RULES, name_of
 from quackish.configs.gemm import GemmConfig, GemmProblem
 from quackish.configs.grouped_gemm import GroupedGemmProblem
 from quackish.configs.rms_norm import RmsNormBwdConfig, RmsNormBwdProblem, RmsNormFwdConfig, RmsNormFwdProblem
 from quackish.gpu import A100, B200, H200, gpu_of
 from quackish.launch import Resources
+from quackish.ops.attention.kernel_steps import _KERNELS
 from quackish.ops.device import Device, substitute, unverified_kernels
 from quackish.testing.timing import Times
 from quackish.tune import cases, search
 from quackish.tune.candidates import candidates
 from tests import emulated_kernels, idle_kernels
+from tests.emulator_cases import QUICK, emulated
 
 BF16 = "bfloat16"
 CPU = torch.device("cpu")
@@ -57,6 +65,8 @@ def problems():
         yield "grouped_gemm", GroupedGemmProblem(epilogue, BF16, 64, BF16, activation="swiglu", keeps=epilogue == "up")
     yield "grouped_gemm", GroupedGemmProblem("store", BF16, 64, "float32", accumulate=True)
     yield "lce_gemm", DX
+    for of in (AttentionForwardProblem, AttentionQueriesProblem, AttentionKeysProblem, AttentionBiasProblem):
+        yield _KERNELS[of], of(BF16, 64, BF16)
     yield "lce_gemm", GemmProblem("store", BF16, "float32", a_major="m", b_major="n", live="k", accumulate=True)
 
 
@@ -238,6 +248,9 @@ CASES = [
     "grouped_mlp 3000x256x128x8 --scales",
     "grouped_mlp 3000x128x200x8 --w3 --bias --scales --activation geglu --grad-weight-out",
     "grouped_mlp 700x64x4096x4 --activation silu --dtype fp16",
+    "scaled_dot_product_attention 2x3x200x64",
+    "scaled_dot_product_attention 2x3x130x40 --attn-bias 1,h --bias-dtype fp32 --attn-mask half --return-lse",
+    "scaled_dot_product_attention 2x3x200x128 --attn-bias none --attn-mask top --causal --softcap 20",
 ]
 
 
@@ -247,6 +260,7 @@ def test_a_case_launches_its_problem_by_the_given_config(words):
         for kernel, problem, sizes in plan(words):
             small = {name: min(size, 700) for name, size in sizes[0].items()}
             build = cases.prepare(kernel, problem, small, CPU)
+            launches.clear()  # attention's other kernels
             tried = candidates(kernel, problem, H200, max_others=2)
             runs = [build(one) for one in tried]
             assert [one.config for one in launches] == tried  # one launch each, before timing
@@ -268,6 +282,23 @@ def test_cases_of_grouped_mlp_have_the_operands_of_their_problem(words):
             results = search.results_of(build(choose.analytical(kernel, problem, H200).config))
         for t in results:
             assert t is None or 0.1 < t.double().square().mean().sqrt() < 40, problem
+
+
+@pytest.mark.exhaustive
+def test_cases_of_attention_have_the_arguments_of_a_call():
+    """For a bias whose rows do not start on 16 bytes: results are those of the analytical choice."""
+    words = "scaled_dot_product_attention 2x2x70x64 --attn-bias 1,h --attn-mask half --return-lse"
+    for kernel, problem, sizes in plan(words):
+        problem = dataclasses.replace(problem, bias_aligned=False, mask_aligned=False)
+        with emulated(QUICK):
+            build = cases.prepare(kernel, problem, sizes[0], CPU)
+            first, *others = candidates(kernel, problem, H200, max_others=1)
+            expected = [t.clone() for t in search.results_of(build(first)) if t is not None]
+            assert len(expected) == {"attention_bwd_bias": 1}.get(kernel, 2)
+            for t in expected:
+                assert 0.01 < t.double().square().mean().sqrt() < 40, problem
+            for one in others:
+                assert search.differs([t for t in search.results_of(build(one)) if t is not None], expected) is None
 
 
 @pytest.mark.parametrize("words", [LCE + "chunked", "grouped_mlp 700x64x192x5 --scales"])

@@ -10,6 +10,7 @@ from quackish.configs.attention import (
     AttentionBiasProblem,
     AttentionForwardProblem,
     AttentionKeysProblem,
+    AttentionMaskProblem,
     AttentionQueriesProblem,
 )
 from quackish.configs.choose import choose
@@ -47,6 +48,7 @@ SAMPLES = [
     ("grouped_gemm", GroupedGemmProblem("down", BF16, 64, BF16, biased=True)),
     ("grouped_gemm", GroupedGemmProblem("down_backward", BF16, 64, BF16, b_major="n", activation="silu", scaled=True)),
     ("grouped_gemm", GroupedGemmProblem("store", BF16, 64, FP32, accumulate=True)),
+    ("attention_mask", AttentionMaskProblem(by_vectors=False)),
     ("attention_fwd", AttentionForwardProblem(BF16, 64, mask=True, mask_aligned=False)),
     ("attention_bwd_queries", AttentionQueriesProblem(BF16, 64, FP32, dbias=True, dlse=True, softcap=True)),
     ("attention_bwd_keys", AttentionKeysProblem(BF16, 64, BF16, band=True)),
@@ -203,13 +205,14 @@ def test_work_of_grouped_gemms():
 def test_work_of_attention():
     batch, heads, group, num_q, num_k, d = 2, 4, 2, 24, 40, 64
     sizes = dict(batch=batch, heads=heads, group=group, num_q=num_q, num_k=num_k, d=d)
+    sizes |= dict(bias_batch=batch, bias_heads=heads, mask_batch=batch, mask_heads=1)
     q, k = (torch.empty(batch, h, n, d, dtype=torch.bfloat16) for h, n in ((heads, num_q), (heads // group, num_k)))
-    bias, mask = torch.empty(batch, heads, num_q, num_k), torch.empty(batch, heads, num_q, num_k, dtype=torch.bool)
+    bias, mask = torch.empty(batch, heads, num_q, num_k), torch.empty(batch, 1, num_q, num_k, dtype=torch.bool)
     product = 2 * bias.numel() * d
     fields = dict(dtype=BF16, d=64, bias_dtype=FP32, mask=True)
 
     def counts(name, problem):
-        found = work(name, problem, sizes | dict(parts=3, batches=1, bias_heads=heads))
+        found = work(name, problem, sizes | dict(parts=3))
         return found.bytes_read, found.bytes_written, found.flops
 
     scores = nbytes(bias, mask)
@@ -222,9 +225,12 @@ def test_work_of_attention():
     assert counts("attention_bwd_keys", AttentionKeysProblem(**fields)) == (
         nbytes(q, q, k, k) + scores, nbytes(k, k), 4 * product
     )  # fmt: skip
+    sizes["bias_batch"] = 1
     assert counts("attention_bwd_bias", AttentionBiasProblem(**fields)) == (
-        nbytes(q, q, k, k) + scores, 3 * nbytes(bias[:1]), 2 * product
+        nbytes(q, q, k, k, bias[:1], mask), 3 * nbytes(bias[:1]), 2 * product
     )  # fmt: skip
+    of_mask = dict(batches=batch, heads=1, rows=num_q, columns=130)  # three blocks of 64 columns
+    assert work("attention_mask", AttentionMaskProblem(by_vectors=False), of_mask) == Work(2 * 24 * 130, 2 * 3, 0)
 
 
 def test_work_of_token_rows():

@@ -2,7 +2,8 @@
 
 import dataclasses
 import fnmatch
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from quackish.errors import did_you_mean
 
@@ -12,8 +13,20 @@ AGAIN = f"{OURS} (again)"  # quackish measured a second time in the same turns, 
 NONE_IGNORED = f"{OURS} (none ignored)"  # the roof of a cell with ignored rows
 GEMMS, THREE_GEMMS = ("gemm-logits", "gemm-dx", "gemm-dw"), "three-gemms"
 MLP_GEMMS = {"forward": "two-gemms", "forward+backward": "six-gemms"}
+MINIMUM = "minimum"  # the computed roof of attention
 # Names in the provider column of a results file that are not providers.
-NOT_PROVIDERS = (A_LAUNCH, AGAIN, NONE_IGNORED, "mul", "add", THREE_GEMMS, *GEMMS, *MLP_GEMMS.values(), "truth")
+NOT_PROVIDERS = (
+    A_LAUNCH,
+    AGAIN,
+    NONE_IGNORED,
+    "mul",
+    "add",
+    THREE_GEMMS,
+    *GEMMS,
+    *MLP_GEMMS.values(),
+    MINIMUM,
+    "truth",
+)
 
 
 def is_ours(name: str) -> bool:
@@ -34,7 +47,7 @@ class Cell:
     shape: tuple[int, ...]  # the number of rows (tokens) comes first
     dtype: str  # "bfloat16", say; linear_cross_entropy also has "tf32", float32 with TF32 matmuls
     direction: str
-    data: str = "normal"
+    data: str = "normal"  # a kind of data, or options of the call: see `data_of`
     ignored: float = 0.0  # share of ignored rows
 
     @property
@@ -54,6 +67,17 @@ class Job:
     cell: Cell
     providers: tuple[str, ...]
     models: str = ""  # names of the models that have this shape
+
+
+def data_of(options: Mapping[str, Any]) -> str:
+    """Options of a call as `Cell.data`, such as "attn_bias=1,H causal"; "normal" without any."""
+    return " ".join(name if value is True else f"{name}={value}" for name, value in options.items()) or "normal"
+
+
+def options_of(data: str) -> dict[str, Any]:
+    """The options of `data_of`, with values as strings."""
+    words = () if data == "normal" else data.split()
+    return {name: value or True for name, _, value in (word.partition("=") for word in words)}
 
 
 def match(option: str, patterns: Iterable[str], known: Iterable[str]) -> list[str]:

@@ -148,6 +148,10 @@ _DETAILS = {  # columns of a results file
     "err dW": ("err_dweight", ".2g"),
     "err dW2": ("err_dw2", ".2g"),
     "err dscales": ("err_dscales", ".2g"),
+    "err dq": ("err_dq", ".2g"),
+    "err dk": ("err_dk", ".2g"),
+    "err dv": ("err_dv", ".2g"),
+    "err dbias": ("err_dbias", ".2g"),
     "note": ("note", ""),
 }
 

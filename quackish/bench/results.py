@@ -22,7 +22,7 @@ COLUMNS = (  # explained in benchmarks/README.md
     *("median_ms", "p20_ms", "p80_ms", "roof_ms", "pct_of_roof", "peak_mb", "standing_mb"),
     *("launches", *ERRORS),
 )
-_LATER = ("err_dw2", "err_dscales")  # absent in older files
+_LATER = ("err_dw2", "err_dscales", "err_dq", "err_dk", "err_dv", "err_dbias")  # absent in older files
 
 
 def row_of(job: Job, name: str, record: Record) -> dict[str, object]:

@@ -8,12 +8,13 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from quackish.bench import measure_grouped_mlp, measure_linear_cross_entropy, measure_rms_norm
+from quackish.bench import measure_attention, measure_grouped_mlp, measure_linear_cross_entropy, measure_rms_norm
+from quackish.bench import providers_attention as attention
 from quackish.bench import providers_grouped_mlp as mlp
 from quackish.bench import providers_linear_cross_entropy as lce
 from quackish.bench import providers_rms_norm as rms
 from quackish.bench.cells import MLP_GEMMS, match
-from quackish.operations import GROUPED_MLP, LINEAR_CROSS_ENTROPY, MOE_MLP, RMS_NORM
+from quackish.operations import ATTENTION, GROUPED_MLP, LINEAR_CROSS_ENTROPY, MOE_MLP, RMS_NORM
 from quackish.operations.models import MODELS, Shapes
 from quackish.operations.table import Operation, parse_shape
 
@@ -32,7 +33,9 @@ class Bench:
     )
     main: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)  # {direction: providers}; default: all
     more_outputs: tuple[str, ...] = ()  # providers that compute other outputs too
+    on_cpu: tuple[str, ...] = ("torch",)  # the peers that run without a GPU by default
     variants: str = "(?!)"  # a regular expression that matches further names of providers
+    options: tuple[str, ...] = ()  # the operation's options that `bench` takes, as data of a cell
     section_per_cell: bool = False  # with time against memory; else a table of all shapes
 
     @property
@@ -96,5 +99,14 @@ BENCHES = {
         ),
         Bench(GROUPED_MLP, MLP_GEMMS, tuple(mlp.PROVIDERS), mlp.load, measure_grouped_mlp.measure),
         Bench(MOE_MLP, MLP_GEMMS, tuple(mlp.MOE_PROVIDERS), mlp.load_moe, measure_grouped_mlp.measure),
+        Bench(
+            ATTENTION,
+            roofs=measure_attention.ROOFS,
+            providers=tuple(attention.PROVIDERS),
+            load=attention.load,
+            measure=measure_attention.measure,
+            on_cpu=("torch-math",),
+            options=("attn_bias", "bias_dtype", "attn_mask", "causal"),
+        ),
     )
 }

@@ -3,6 +3,7 @@
     quackish bench rms_norm --model llama3-8b qwen3-8b --tokens 4096,8192
     quackish bench linear_cross_entropy --shapes 8192x4096x128256 --providers "quackish*" liger
     quackish bench grouped_mlp --model qwen3-30b-a3b olmoe-1b-7b --tokens 16384
+    quackish bench scaled_dot_product_attention --shapes 4x16x2048x64 --attn-bias 1,H --attn-mask half
     quackish bench compare before.csv after.csv --fail 3%
 
 In each cell (shape, dtype and direction) all providers take turns on a cold L2, together with the roof: PyTorch's
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quackish.argument_types import Words, one_of
+from quackish.cli.operations import flag_of
 from quackish.cli.parser import CommandError, check_bench_extra, output_folder, positive
 from quackish.operations.table import DTYPES
 
@@ -52,11 +54,16 @@ def _add_measuring_arguments(parser: argparse.ArgumentParser, bench: "Bench") ->
         parser.add_argument(option, help=help, **arguments)
 
     model_help = f'models or patterns ("qwen3-*"), of {", ".join(bench.models)}; default: the first, without --shapes'
-    add("--model", model_help, type=Words(tuple(bench.models), str), nargs="+", default=[], metavar="NAME")
     tokens_help = "tokens for the models; default 4096,8192,16384, with --quick 8192"
-    add("--tokens", tokens_help, type=_list_of(positive), metavar="M[,...]")
     shapes_help = f"{bench.op.form} such as {bench.op.example}"
+    if not bench.models:
+        model_help = tokens_help = argparse.SUPPRESS
+        shapes_help += ", the default"
+    add("--model", model_help, type=Words(tuple(bench.models), str), nargs="+", default=[], metavar="NAME")
+    add("--tokens", tokens_help, type=_list_of(positive), metavar="M[,...]")
     add("--shapes", shapes_help, type=_list_of(str), nargs="+", default=[], metavar="SHAPE[,...]")
+    for name in bench.options:
+        add(flag_of(name), **bench.op.options[name].arguments)
     direction_help = "default both; except for rms_norm, forward is without grad, and backward means forward + backward"
     add("--direction", direction_help, choices=("forward", "backward", "both"), default="both")
     add(
@@ -105,7 +112,7 @@ def _measure(args: argparse.Namespace) -> int:
     import torch
 
     from quackish.bench import runner
-    from quackish.bench.cells import Cell, Job, is_ours, shape_name
+    from quackish.bench.cells import Cell, Job, data_of, is_ours, shape_name
     from quackish.bench.results import read_rows
     from quackish.bench.table import BENCHES
     from quackish.console import NO_GPU, fill
@@ -114,18 +121,21 @@ def _measure(args: argparse.Namespace) -> int:
     if args.tokens and args.shapes and not args.model:
         raise ValueError("--tokens needs --model; --shapes has its own rows")
     names = args.model or ([] if args.shapes else bench.models[:1])
+    own = list(itertools.chain(*args.shapes)) or ([] if bench.models else [bench.op.example])
     tokens = args.tokens or ([8192] if args.quick else [4096, 8192, 16384])
-    shapes = bench.shapes(names, tokens, list(itertools.chain(*args.shapes)))
+    shapes = bench.shapes(names, tokens, own)
     patterns = list(itertools.chain(*args.providers))
     if not gpu:
         shapes = {tuple(map(min, shape, bench.op.small)): "" for shape in shapes}
         print(fill(f"{NO_GPU} Shapes are at most {shape_name(bench.op.small)}."), flush=True)
+    options = {name: given for name in bench.options if (given := getattr(args, name)) is not None}
+    bench.op.arguments(bench.op.small, torch.bfloat16, torch.device("meta"), options)  # ValueError for conflicts
     jobs = []
     directions = ("forward", "backward") if args.direction == "both" else (args.direction,)
     for dtype, (shape, model_names), direction in itertools.product(args.dtype, shapes.items(), directions):
-        cell = Cell(args.what, shape, dtype, bench.directions[direction])
+        cell = Cell(args.what, shape, dtype, bench.directions[direction], data_of(options))
         main = bench.main.get(cell.direction, bench.providers)
-        default = tuple(name for name in main if gpu or is_ours(name) or name == "torch")
+        default = tuple(name for name in main if gpu or is_ours(name) or name in bench.on_cpu)
         jobs.append(Job(cell, bench.matching(patterns) if patterns else default, model_names))
     path, rounds = args.out / f"{args.what}.csv", 3 if args.quick else 10
     if path.exists() and not (args.append or args.overwrite) and any(row["median_ms"] for row in read_rows(path)):

@@ -74,9 +74,13 @@ SELF_TESTS: dict[str, Case] = {op.name: _case(op, *op.small) for op in OPERATION
     "grouped_mlp, deep": _grouped_mlp(300, 512, 4096, 5, scales=True, activation="relu2"),
     "moe_mlp": _moe_mlp(300, 256, 192, 8, 2),
     "scaled_dot_product_attention, shared bias and mask": _attention(
-        2, 300, 3, 128, shared_bias=True, mask=True, return_lse=True
+        2, 3, 300, 128, attn_bias="1,H", attn_mask="half", return_lse=True
     ),
-    "scaled_dot_product_attention, causal": _attention(2, 257, 2, 40, dtype=FP16, causal=True, softcap=30.0),
+    "scaled_dot_product_attention, causal": _attention(2, 2, 257, 40, dtype=FP16, causal=True, softcap=30.0),
+    "scaled_dot_product_attention, fp32 bias of a batch entry": _attention(
+        3, 2, 200, 96, attn_bias="B,1", bias_dtype="float32", attn_mask="blocks"
+    ),
+    "scaled_dot_product_attention, mask alone": _attention(2, 2, 520, 128, attn_bias="none", attn_mask="top"),
 }
 # They need 40 GB of memory. The losses have the GEMMs of "chunked", and with "recompute" all epilogues.
 _LARGE = {
@@ -85,6 +89,7 @@ _LARGE = {
     "linear_cross_entropy 4096x2048x32000, recompute": _lce(4096, 2048, 32_000, schedule="recompute"),
     "linear_cross_entropy 8192x4096x128256": _lce(8192, 4096, 128_256)._replace(only_timed=True),
     "grouped_mlp 32768x2048x768x32": _grouped_mlp(32_768, 2048, 768, 32, scales=True),
+    "scaled_dot_product_attention 4x16x2048x64": _attention(4, 16, 2048, 64),
 }
 TIMED: dict[str, Case] = {name: case._replace(timed=True) for name, case in _LARGE.items()}
 

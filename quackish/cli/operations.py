@@ -43,10 +43,10 @@ def add_shape_and_options(parser: argparse.ArgumentParser, entries: Sequence[Ope
         title = ", ".join(op.name for op in entries if name in op.options)
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
-        groups[title].add_argument(_flag(name), **option.arguments)
+        groups[title].add_argument(flag_of(name), **option.arguments)
 
 
-def _flag(name: str) -> str:
+def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
@@ -79,7 +79,7 @@ def arguments_of(args: argparse.Namespace, op: Operation, entries: Sequence[Oper
     for other in entries:
         for name in other.options.keys() - op.options.keys():
             if getattr(args, name) is not None:
-                raise CommandError(f"{_flag(name)} is an option of {other.name}, not of {args.op}")
+                raise CommandError(f"{flag_of(name)} is an option of {other.name}, not of {args.op}")
     try:
         shape = parse_shape(args.shape, op.form)
     except ValueError as error:

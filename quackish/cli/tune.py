@@ -2,6 +2,7 @@
 
     quackish tune rms_norm_backward 4096x4096,16384x4096
     quackish tune linear_cross_entropy 8192x4096x128256
+    quackish tune scaled_dot_product_attention 4x16x2048x64 --attn-bias 1,H
 
 A problem (N, dtypes, outputs) has one config, whatever the number of rows. Pass all your shapes: the config that is
 fastest over all of them is stored if its gain exceeds the noise. Legal configs near the analytical choice are compiled
@@ -83,8 +84,7 @@ def plan(args: argparse.Namespace, gpu: Gpu) -> list[Problem]:
                 continue
             key = step.kernel, step.problem
             problem = problems.setdefault(key, Problem(*key, []))
-            sizes = {name: n for name, n in step.sizes.items() if name[:4] not in ("num_", "max_")}
-            largest[key] = max(largest.get(key, sizes), sizes, key=problem.cost)
+            largest[key] = max(largest.get(key, step.sizes), step.sizes, key=problem.cost)
         for key, sizes in largest.items():
             problem = problems[key]
             if sizes not in problem.sizes:

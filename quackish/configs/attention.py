@@ -11,7 +11,8 @@ from quackish.configs.arguments import ALIGNED_F32, F32, Ptr
 from quackish.errors import UnsupportedError
 from quackish.gpu import Gpu
 
-BLOCK = 64  # rows of a warp group's accumulator
+BLOCK = 64  # rows of a warp group's accumulator; queries and keys of a classified block of a mask
+EMPTY, MIXED, FULL = range(3)  # classes of a block: no key, some keys or all keys take part
 MAX_D = 128
 # Registers per thread of the producer and of the consumers, by number of consumer warp groups. All threads together may
 # have no more than at launch, when each has 65,536 / threads, rounded down to a multiple of 8. Otherwise they hang.
@@ -36,6 +37,7 @@ class ScoreArgs(NamedTuple):
     v: Any = None  # as k
     bias: Any = None  # (B or 1, Hq or 1, Lq, Lk)
     mask: Any = None  # (B or 1, Hq or 1, Lq, Lk) uint8
+    classes: Any = None  # of the mask's blocks, uint8; a stride of 0 where the mask is broadcast; with mask
     scale: Any = "float32"
     softcap: Any = None  # fp32
     left: Any = None  # int32: key j takes part in row i if i - left <= j <= i + right; with band
@@ -47,6 +49,15 @@ class ScoreArgs(NamedTuple):
     num_k: Any = "int32"  # Lk
     d: Any = "int32"
     max_ctas: Any = "int32"  # resident at once
+
+
+class MaskArgs(NamedTuple):
+    mask: Any = None  # (batches, heads, rows, columns) uint8: sizes are 1 where it is broadcast
+    classes: Any = Ptr("uint8", aligned=False)  # (batches, heads, rows / BLOCK, columns / BLOCK) rounded up, written
+    batches: Any = "int32"
+    heads: Any = "int32"
+    rows: Any = "int32"
+    columns: Any = "int32"
 
 
 class ForwardArgs(NamedTuple):
@@ -89,6 +100,26 @@ class BiasArgs(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
+class AttentionMaskProblem:
+    """The classes of a mask's blocks."""
+
+    by_vectors: bool  # its rows start on 16 bytes, and have a multiple of 16 columns
+
+    @property
+    def args(self) -> MaskArgs:
+        return MaskArgs(Strided(Ptr("uint8", self.by_vectors), column=None if self.by_vectors else "int64"))
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionMaskConfig:
+    num_warps: int = 8  # not measured
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.num_warps
+
+
+@dataclasses.dataclass(frozen=True)
 class AttentionProblem:
     """What all kernels of attention depend on."""
 
@@ -113,15 +144,16 @@ class AttentionProblem:
         return Strided(Ptr(self.dtype, aligned=True))
 
     def _scores(self) -> ScoreArgs:
-        operand, bias, mask = self._operand(), None, None
+        operand, bias, mask, classes = self._operand(), None, None, None
         if self.bias_dtype is not None:
             bias = Strided(Ptr(self.bias_dtype, self.bias_aligned), column=None if self.bias_aligned else "int64")
         if self.mask:
             mask = Strided(Ptr("uint8", self.mask_aligned), column=None if self.mask_aligned else "int64")
+            classes = Strided(Ptr("uint8", aligned=False), column="int64")
         bound = "int32" if self.band else None
         return ScoreArgs(
-            q=operand, k=operand, v=operand, bias=bias, mask=mask, softcap="float32" if self.softcap else None,
-            left=bound, right=bound,
+            q=operand, k=operand, v=operand, bias=bias, mask=mask, classes=classes,
+            softcap="float32" if self.softcap else None, left=bound, right=bound,
         )  # fmt: skip
 
 

@@ -64,6 +64,7 @@ RULES: dict[str, dict[str, Rule]] = {
 }
 # Kernels with one config per problem, which cannot be tuned or forced: (class of its problems, problem -> config)
 FIXED: dict[str, tuple[type, Callable[[Any], Any]]] = {
+    "attention_mask": (attention.AttentionMaskProblem, lambda problem: attention.AttentionMaskConfig()),
     "token_rows": (token_rows.TokenRowsProblem, token_rows.token_rows_config),
     "lce_compact": (lce_rows.LceCompactProblem, lambda problem: lce_rows.LceCompactConfig()),
     "lce_gather": (lce_rows.LceGatherProblem, lce_rows.lce_gather_config),

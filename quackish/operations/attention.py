@@ -1,15 +1,52 @@
-"""Attention with a learned bias for the tools."""
+"""Attention with a learned bias and a mask for the tools."""
 
-from quackish.operations.table import Args, Maker, Operation, Options, flag, no_grad, value
+import torch
+from torch import Tensor
+
+from quackish.operations.argument_types import one_of
+from quackish.operations.table import DTYPES, Args, Maker, Operation, Options, flag, no_grad, value
 from quackish.ops.attention import scaled_dot_product_attention
+
+BIASES = {"B,H": (False, False), "1,H": (True, False), "B,1": (False, True), "1,1": (True, True)}  # is the size 1
+MASKS = ("half", "top", "blocks")
+MOST_KEYS = 2048  # per row, by the mask "top"
+MASK_BLOCK = 128  # rows and columns of a block of the mask "blocks"
 
 
 def _make(new: Maker, shape: tuple[int, ...], options: Options) -> Args:
-    batch, length, heads, d = shape
+    """The scores with the bias have standard deviation 2**0.5."""
+    batch, heads, length, _ = shape
     names = ("query", "key", "value")
-    args: Args = {name: new.rows(batch, heads, length, d, seed=seed) for seed, name in enumerate(names)}
-    entries = 1 if "shared_bias" in options else batch
-    return args | {"attn_bias": new.rows(entries, heads, length, length, seed=3)}
+    args: Args = {name: new.rows(*shape, seed=seed) for seed, name in enumerate(names)}
+    bias, dtype = options.get("attn_bias", "B,H"), options.get("bias_dtype")
+    if bias != "none":
+        sizes = [1 if is_one else size for is_one, size in zip(BIASES[bias], (batch, heads), strict=True)]
+        args["attn_bias"] = new.rows(*sizes, length, length, seed=3, dtype=dtype and getattr(torch, dtype))
+    elif dtype is not None:
+        raise ValueError("--bias-dtype is given, but --attn-bias is none: there is no bias")
+    if "attn_mask" in options:
+        args["attn_mask"] = mask(new, options["attn_mask"], batch, length)
+    return args
+
+
+def mask(new: Maker, kind: str, batch: int, length: int) -> Tensor:
+    """(B, 1, L, L) bool, True for keys that take part.
+
+    "half": a random half of the keys. "top": of each row, a random quarter, at most MOST_KEYS. "blocks": the blocks on
+    the diagonal, and a random quarter of all blocks.
+    """
+    if kind == "blocks":
+        blocks = -(-length // MASK_BLOCK)
+        keep = new.rows(batch, 1, blocks, blocks, seed=4) > 0.6745  # the upper quartile
+        keep |= torch.eye(blocks, dtype=torch.bool, device=new.device)
+        for dim in (2, 3):
+            keep = keep.repeat_interleave(MASK_BLOCK, dim, output_size=blocks * MASK_BLOCK)
+        return keep[..., :length, :length].contiguous()
+    scores = new.rows(batch, 1, length, length, seed=4, dtype=torch.float32)
+    if kind == "half":
+        return scores > 0
+    lowest = scores.topk(max(1, min(MOST_KEYS, length // 4)), -1).values[..., -1:]
+    return scores >= lowest
 
 
 ATTENTION = Operation(
@@ -19,17 +56,25 @@ ATTENTION = Operation(
     results=("o", "lse"),
     leaves=("query", "key", "value", "attn_bias"),
     kernel="attention_fwd",
-    dims=("B", "L", "H", "D"),
-    example="4x2048x16x64",
-    small=(2, 130, 2, 64),
+    dims=("B", "H", "L", "D"),
+    example="4x16x2048x64",
+    small=(2, 2, 130, 64),
     model_shapes=lambda model, tokens: {},
     make=_make,
     options={
-        "shared_bias": flag(None, "one bias (1, H, L, L) for the whole batch"),
-        "mask": flag(
-            "attn_mask",
-            "with a bool mask (B, 1, L, L)",
-            lambda new, b, length, *_: new.rows(b, 1, length, length, seed=4) > 0,
+        "attn_bias": value(
+            None,
+            "batch and heads of the bias: B,H (the default), 1,H, B,1, 1,1; none: no bias",
+            type=one_of({name.lower(): name for name in (*BIASES, "none")}),
+            metavar="SIZES",
+        ),
+        "bias_dtype": value(None, "dtype of the bias, if not --dtype", type=one_of(DTYPES), metavar="DTYPE"),
+        "attn_mask": value(
+            None,
+            f"with a bool mask (B, 1, L, L): half of the keys, the top quarter of a row (at most {MOST_KEYS}), or "
+            f"blocks of {MASK_BLOCK} keys; one of {', '.join(MASKS)}",
+            type=one_of({name: name for name in MASKS}),
+            metavar="KIND",
         ),
         "causal": flag("is_causal", "with a causal mask"),
         "softcap": value("softcap", type=float, metavar="C"),

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from quackish.configs.attention import REGISTERS, TILES, AttentionConfig, AttentionProblem
 from quackish.configs.choose import RULES, analytical
 from quackish.configs.gemm import TILE_K, GemmConfig, GemmProblem, gemm_smem_bytes
 from quackish.configs.gemm_sm100 import TILE_M, GemmSm100Config, gemm_sm100_smem_bytes
@@ -26,6 +27,7 @@ from quackish.configs.rms_norm import (
     elements_per_thread,
 )
 from quackish.gpu import FAMILIES, Gpu
+from quackish.work import ATTENTION_RESULTS
 
 
 def candidates(kernel: str, problem: Any, gpu: Gpu, max_others: int) -> list[Any]:
@@ -151,6 +153,18 @@ def _on_blackwell(smem_bytes: Callable) -> dict[str, tuple[Callable, Callable, f
     return dict.fromkeys(("sm_100", "sm_103"), space)
 
 
+# Attention -----------------------------------------------------------------------------------------------------------
+
+
+def _attention_configs(problem: AttentionProblem, base: AttentionConfig, gpu: Gpu) -> Iterator[AttentionConfig]:
+    for values in itertools.product(REGISTERS, {tile for tiles in TILES.values() for tile in tiles}, range(1, 7)):
+        yield AttentionConfig(*values)
+
+
+def _same_merit(problem: AttentionProblem, config: AttentionConfig) -> float:
+    return 1.0  # all are tried: there are at most 24
+
+
 # kernel -> GPU family -> (configs, merit, the smallest share of the analytical choice's merit that is worth a try)
 SPACES: dict[str, dict[str, tuple[Callable, Callable, float]]] = {
     "rms_norm_fwd": dict.fromkeys(FAMILIES, (_forward_configs, _forward_elements_in_flight, 0.5)),
@@ -163,4 +177,5 @@ SPACES: dict[str, dict[str, tuple[Callable, Callable, float]]] = {
         "sm_90": (_grouped_configs, _multiplications_per_load, 1 / 1.5),
         **_on_blackwell(grouped_gemm_sm100_smem_bytes),
     },
+    **{kernel: {"sm_90": (_attention_configs, _same_merit, 1.0)} for kernel in ATTENTION_RESULTS},
 }

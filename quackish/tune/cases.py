@@ -1,5 +1,6 @@
 """Launches a kernel on random data by any config, to time it and compare its results."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +14,8 @@ from quackish.configs.lce_rows import NO_SLOT, ROW_TILE
 from quackish.configs.rms_norm import RmsNormBwdProblem, RmsNormFwdProblem
 from quackish.ops.device import require_device
 from quackish.ops.rms_norm_plans import BackwardPlan, ForwardPlan, Plan
+from quackish.tune.attention_cases import attention
+from quackish.work import ATTENTION_RESULTS
 
 Run = Callable[[], tuple[Tensor | None, ...]]  # launches once and returns the results
 Build = Callable[[Any], Run]  # (config) -> Run; compiles or loads the kernel, and launches once
@@ -225,4 +228,5 @@ CASES: dict[str, Callable[..., Callable[[], Run]]] = {
     "rms_norm_bwd": _backward,
     "lce_gemm": _gemm,
     "grouped_gemm": _grouped,
+    **{kernel: functools.partial(attention, kernel) for kernel in ATTENTION_RESULTS},
 }

@@ -6,8 +6,10 @@
 
 A module is patched if a trial shows that quackish computes the same: trial.py builds a small copy of it, and norms.py,
 head.py and experts.py compare results and gradients. docs/guides/transformers.md says what runs when.
+`register_attention` adds an attention implementation, which needs no patch.
 """
 
+from quackish.integrations.transformers.attention import register_attention as register_attention
 from quackish.integrations.transformers.patching import applied as applied
 from quackish.integrations.transformers.patching import apply as apply
 from quackish.integrations.transformers.patching import revert as revert

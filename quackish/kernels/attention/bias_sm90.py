@@ -13,9 +13,10 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr, pipeline
 
-from quackish.configs.attention import BLOCK, BiasArgs
+from quackish.configs.attention import BLOCK, BiasArgs, ScoreArgs
 from quackish.kernels.common.attention import AttentionSm90, Block, Head, ScoreTiles, pair_rows
 from quackish.kernels.common.dependent_launch import after_previous
+from quackish.kernels.common.mask_walk import Tiles, first_of
 from quackish.kernels.common.memory import vector_at
 
 
@@ -32,6 +33,10 @@ class BiasItem(NamedTuple):
 
 class AttentionBiasSm90(AttentionSm90):
     rows_are_queries = True
+
+    @property
+    def stage_bytes(self) -> int:
+        return 2 * self.config.num_wgs * self.own.bytes + 2 * self.other.bytes + self.score_bytes + 8 * self.tile_q
 
     @cute.jit
     def __call__(self, args: BiasArgs, stream: CUstream):
@@ -58,12 +63,12 @@ class AttentionBiasSm90(AttentionSm90):
 
         # shared memory and barriers
         smem = cutlass.memory.SmemAllocator()
+        sWalk = self.allocate_walk(smem)
         sQ, sDO = self.own.allocate(smem, layouts[0]), self.own.allocate(smem, layouts[0])
         sK, sV = self.other.allocate(smem, layouts[1]), self.other.allocate(smem, layouts[1])
         tiles = self.allocate_scores(smem, score_layouts)
         sStats = self.allocate_stats(smem)
-        num_bytes = 2 * c.num_wgs * self.own.bytes + 2 * self.other.bytes + self.score_bytes + 8 * self.tile_q
-        loaded = self.pipeline(c.num_stages, num_bytes)
+        loaded = self.pipeline(c.num_stages, self.stage_bytes)
         pipeline.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
         after_previous()
 
@@ -72,10 +77,10 @@ class AttentionBiasSm90(AttentionSm90):
         if wg == 0:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp == 0:
-                self.produce(atoms, score_atoms, sQ, sDO, sK, sV, tiles, sStats, loaded, args)
+                self.produce(atoms, score_atoms, sQ, sDO, sK, sV, tiles, sStats, sWalk, loaded, args)
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
-            self.consume(sQ, sDO, sK, sV, tiles, sStats, loaded, args, wg - 1, tid % 128)
+            self.consume(sQ, sDO, sK, sV, tiles, sStats, sWalk, loaded, args, wg - 1, tid % 128)
 
     @cute.jit
     def items(self, args: BiasArgs):
@@ -112,33 +117,58 @@ class AttentionBiasSm90(AttentionSm90):
         return Head(batch, query_head, query_head // s.group)
 
     @cute.jit
-    def produce(self, atoms, score_atoms, sQ, sDO, sK, sV, tiles: ScoreTiles, sStats, loaded, args: BiasArgs):
-        c, s = self.config, args.scores
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.num_stages)
+    def place(self, n: Int32, item: BiasItem, args: BiasArgs):
+        """The walk is over heads."""
+        return self.head_at(n, args, item.head), item.tile_q * self.tile_q, item.tile_k * self.tile_k
+
+    @cute.jit
+    def produce(self, atoms, score_atoms, sQ, sDO, sK, sV, tiles: ScoreTiles, sStats, sWalk, loaded, args: BiasArgs):
+        shared = [sQ, sDO, sK, sV, tiles, sStats]
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.num_stages)
         begin, end, step = self.items(args)
         for i in cutlass.range(begin, end, step, unroll=1):
             item = self.item(i, args)
-            for j in cutlass.range(item.first, item.last, unroll=1):
-                head = self.head_at(j, args, item.head)
-                loaded.producer_acquire(state)
-                barrier = loaded.producer_get_barrier(state)
-                for a, shared in ((0, sQ), (1, sDO)):
-                    part = self.part(atoms[a], shared, self.of_head(atoms[a][1], head.query_head, head.batch), self.own)
-                    for w in cutlass.range_constexpr(c.num_wgs):
-                        self.load(atoms[a], part, item.tile_q * c.num_wgs + w, 0, state.index * c.num_wgs + w, barrier)
-                for a, shared in ((2, sK), (3, sV)):
-                    part = self.part(atoms[a], shared, self.of_head(atoms[a][1], head.key_head, head.batch), self.other)
-                    self.load(atoms[a], part, item.tile_k, 0, state.index, barrier)
-                parts = self.score_parts(score_atoms, tiles, s, head)
-                for a in cutlass.range_constexpr(len(parts)):
-                    self.load(score_atoms[a], parts[a], item.tile_q, item.tile_k, state.index, barrier)
-                self.load_stats(atoms[4], sStats, s, head, item.tile_q, state.index, barrier)
-                state.advance()
+            if const_expr(self.problem.mask):
+                for start in cutlass.range(item.first, item.last, 32, unroll=1):
+                    walk = self.tiles(start, item, args)
+                    to_do, full = walk.to_do, walk.full
+                    while to_do != 0:
+                        j, is_full = first_of(Tiles(start, to_do, full))
+                        head = self.head_at(j, args, item.head)
+                        self.acquire(loaded, state, self.stage_bytes, sWalk, j, is_full)
+                        self.load_head(atoms, score_atoms, shared, args.scores, item, head, loaded, state, is_full)
+                        state.advance()
+                        to_do = to_do & (to_do - 1)
+            else:
+                for j in cutlass.range(item.first, item.last, unroll=1):
+                    head = self.head_at(j, args, item.head)
+                    loaded.producer_acquire(state)
+                    self.load_head(atoms, score_atoms, shared, args.scores, item, head, loaded, state, None)
+                    state.advance()
         loaded.producer_tail(state)
 
     @cute.jit
+    def load_head(
+        self, atoms, score_atoms, shared, s: ScoreArgs, item: BiasItem, head: Head, loaded, state, is_full
+    ):  # fmt: skip
+        """Loads an item's tiles of a head that is summed."""
+        c = self.config
+        sQ, sDO, sK, sV, tiles, sStats = shared
+        barrier = loaded.producer_get_barrier(state)
+        for a, to in ((0, sQ), (1, sDO)):
+            part = self.part(atoms[a], to, self.of_head(atoms[a][1], head.query_head, head.batch), self.own)
+            for w in cutlass.range_constexpr(c.num_wgs):
+                self.load(atoms[a], part, item.tile_q * c.num_wgs + w, 0, state.index * c.num_wgs + w, barrier)
+        for a, to in ((2, sK), (3, sV)):
+            part = self.part(atoms[a], to, self.of_head(atoms[a][1], head.key_head, head.batch), self.other)
+            self.load(atoms[a], part, item.tile_k, 0, state.index, barrier)
+        parts = self.score_parts(score_atoms, tiles, s, head)
+        self.load_scores(score_atoms, parts, item.tile_q, item.tile_k, state.index, barrier, None, is_full)
+        self.load_stats(atoms[4], sStats, s, head, item.tile_q, state.index, barrier)
+
+    @cute.jit
     def consume(
-        self, sQ, sDO, sK, sV, tiles: ScoreTiles, sStats, loaded, args: BiasArgs, wg: Int32, thread: Int32
+        self, sQ, sDO, sK, sV, tiles: ScoreTiles, sStats, sWalk, loaded, args: BiasArgs, wg: Int32, thread: Int32
     ):  # fmt: skip
         c, s = self.config, args.scores
         mmas = [self.mma_from_shared(self.tile_k, add) for add in (False, True)]
@@ -154,9 +184,15 @@ class AttentionBiasSm90(AttentionSm90):
             item = self.item(i, args)
             q0 = item.tile_q * self.tile_q + wg * BLOCK
             block = Block(item.head, q0, item.tile_k * self.tile_k, BLOCK, self.tile_k, wg, thread)
+            last = item.last
+            if const_expr(self.problem.mask):
+                last = item.first + self.count(item, args)
             total.fill(0.0)
-            for j in cutlass.range(item.first, item.last, unroll=1):
+            for i in cutlass.range(item.first, last, unroll=1):
                 loaded.consumer_wait(read)
+                j, is_full = i, None
+                if const_expr(self.problem.mask):
+                    j, is_full = self.told(sWalk, read.index)
                 own = read.index * c.num_wgs + wg
                 self.multiply(x, mmas, rQ[None, None, None, own], rK[None, None, None, read.index])
                 self.multiply(dp, mmas, rDO[None, None, None, own], rV[None, None, None, read.index])
@@ -167,7 +203,9 @@ class AttentionBiasSm90(AttentionSm90):
                 at = block
                 if const_expr(not (self.problem.bias_aligned and self.problem.mask_aligned)):
                     at = block._replace(head=self.head_at(j, args, item.head))
-                self.scores(x, s, tiles, read.index, at, shift, None)
+                if const_expr(not self.problem.mask_aligned):
+                    is_full = None  # reading such a mask only where needed spills registers
+                self.scores(x, s, tiles, read.index, at, shift, None, is_full)
                 for v in cutlass.range_constexpr(cute.size(x)):
                     x[v] = cute.math.exp2(x[v], fastmath=True)
                 cute.nvgpu.warpgroup.wait_group(0)

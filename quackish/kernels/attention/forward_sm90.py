@@ -12,11 +12,16 @@ from cutlass import Float32, Int32, Int64, const_expr, pipeline
 from quackish.configs.attention import BLOCK, ForwardArgs, ScoreArgs
 from quackish.kernels.common.attention import AttentionSm90, Block, ScoreTiles, pair_rows
 from quackish.kernels.common.dependent_launch import after_previous
+from quackish.kernels.common.mask_walk import Tiles, first_of
 from quackish.kernels.common.math import LN_2
 
 
 class AttentionForwardSm90(AttentionSm90):
     rows_are_queries = True
+
+    @property
+    def stage_bytes(self) -> int:
+        return 2 * self.other.bytes + self.score_bytes
 
     @cute.jit
     def __call__(self, args: ForwardArgs, stream: CUstream):
@@ -42,11 +47,12 @@ class AttentionForwardSm90(AttentionSm90):
 
         # shared memory and barriers
         smem = cutlass.memory.SmemAllocator()
+        sWalk = self.allocate_walk(smem)
         sQ = self.own.allocate(smem, layouts[0])
         sK, sV = self.other.allocate(smem, layouts[1]), self.other.allocate(smem, layouts[1])
         tiles = self.allocate_scores(smem, score_layouts)
         queries = self.pipeline(1, c.num_wgs * self.own.bytes)
-        loaded = self.pipeline(c.num_stages, 2 * self.other.bytes + self.score_bytes)
+        loaded = self.pipeline(c.num_stages, self.stage_bytes)
         pipeline.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
         after_previous()
 
@@ -55,12 +61,12 @@ class AttentionForwardSm90(AttentionSm90):
         if wg == 0:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp == 0:
-                self.produce(atoms, score_atoms, sK, sV, tiles, loaded, s)
+                self.produce(atoms, score_atoms, sK, sV, tiles, sWalk, loaded, args)
             elif warp == 1:
                 self.produce_queries(atoms[0], sQ, queries, s)
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
-            self.consume(atoms[3], sQ, sK, sV, tiles, queries, loaded, args, wg - 1, tid % 128)
+            self.consume(atoms[3], sQ, sK, sV, tiles, sWalk, queries, loaded, args, wg - 1, tid % 128)
 
     @cute.jit
     def produce_queries(self, atom, sQ, queries, s: ScoreArgs):
@@ -77,7 +83,8 @@ class AttentionForwardSm90(AttentionSm90):
         queries.producer_tail(state)
 
     @cute.jit
-    def produce(self, atoms, score_atoms, sK, sV, tiles: ScoreTiles, loaded, s: ScoreArgs):
+    def produce(self, atoms, score_atoms, sK, sV, tiles: ScoreTiles, sWalk, loaded, args: ForwardArgs):
+        s = args.scores
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.num_stages)
         policies = self.score_policies(s)
         begin, end, step = self.query_items(s)
@@ -86,20 +93,40 @@ class AttentionForwardSm90(AttentionSm90):
             head = item.head
             k_part = self.part(atoms[1], sK, self.of_head(atoms[1][1], head.key_head, head.batch), self.other)
             v_part = self.part(atoms[2], sV, self.of_head(atoms[2][1], head.key_head, head.batch), self.other)
-            score_parts = self.score_parts(score_atoms, tiles, s, head)
-            for n in cutlass.range(item.first, item.last, unroll=1):
-                loaded.producer_acquire(state)
-                barrier = loaded.producer_get_barrier(state)
-                self.load(atoms[1], k_part, n, 0, state.index, barrier)
-                for a in cutlass.range_constexpr(len(score_parts)):
-                    self.load(score_atoms[a], score_parts[a], item.tile, n, state.index, barrier, policies[a])
-                self.load(atoms[2], v_part, n, 0, state.index, barrier)
-                state.advance()
+            parts = [k_part, v_part, *self.score_parts(score_atoms, tiles, s, head)]
+            if const_expr(self.problem.mask):
+                done = Int32(0)
+                for start in cutlass.range(item.first, item.last, 32, unroll=1):
+                    walk = self.tiles(start, item, args)
+                    to_do, full = walk.to_do, walk.full
+                    if (start + 32 >= item.last) & (done == 0) & (to_do == 0):
+                        to_do = Int32(1)  # an item has at least one tile
+                    while to_do != 0:
+                        n, is_full = first_of(Tiles(start, to_do, full))
+                        self.acquire(loaded, state, self.stage_bytes, sWalk, n, is_full)
+                        self.load_tile(atoms, score_atoms, parts, policies, item.tile, n, loaded, state, is_full)
+                        state.advance()
+                        to_do = to_do & (to_do - 1)
+                        done = Int32(1)
+            else:
+                for n in cutlass.range(item.first, item.last, unroll=1):
+                    loaded.producer_acquire(state)
+                    self.load_tile(atoms, score_atoms, parts, policies, item.tile, n, loaded, state, None)
+                    state.advance()
         loaded.producer_tail(state)
 
     @cute.jit
+    def load_tile(self, atoms, score_atoms, parts, policies, tile: Int32, n: Int32, loaded, state, is_full):
+        """Loads tile n of k and v, and of bias and mask for a tile of queries."""
+        barrier = loaded.producer_get_barrier(state)
+        self.load(atoms[1], parts[0], n, 0, state.index, barrier)
+        self.load_scores(score_atoms, parts[2:], tile, n, state.index, barrier, policies, is_full)
+        self.load(atoms[2], parts[1], n, 0, state.index, barrier)
+
+    @cute.jit
     def consume(
-        self, o_atom, sQ, sK, sV, tiles: ScoreTiles, queries, loaded, args: ForwardArgs, wg: Int32, thread: Int32
+        self, o_atom, sQ, sK, sV, tiles: ScoreTiles, sWalk, queries, loaded, args: ForwardArgs, wg: Int32,
+        thread: Int32
     ):  # fmt: skip
         c, s = self.config, args.scores
         qk_mmas = [self.mma_from_shared(self.tile_k, add) for add in (False, True)]
@@ -123,21 +150,27 @@ class AttentionForwardSm90(AttentionSm90):
             top.fill(-Float32.inf)
             total.fill(0.0)
 
+            last = item.last
+            if const_expr(self.problem.mask):
+                last = item.first + cutlass.max(self.count(item, args), 1)
+
             # the first tile
             queries.consumer_wait(own)
             loaded.consumer_wait(read)
             self.multiply(x, qk_mmas, rQ, rK[None, None, None, read.index])
             cute.nvgpu.warpgroup.wait_group(0)
-            self.scores(x, s, tiles, read.index, block, None, None)
+            at, is_full = self.loaded_block(block, sWalk, read.index)
+            self.scores(x, s, tiles, read.index, at, None, None, is_full)
             self.exponentials(x, top, total)
             self.round_to_operand(p, x)
             read.advance()
-            for n in cutlass.range(item.first + 1, item.last, unroll=1):
+            for n in cutlass.range(item.first + 1, last, unroll=1):
                 loaded.consumer_wait(read)
                 self.multiply(x, qk_mmas, rQ, rK[None, None, None, read.index])
                 self.multiply(o, [pv_mma], p, rV[None, None, None, previous.index])
                 cute.nvgpu.warpgroup.wait_group(1)
-                self.scores(x, s, tiles, read.index, block._replace(k0=n * self.tile_k), None, None)
+                at, is_full = self.loaded_block(block._replace(k0=n * self.tile_k), sWalk, read.index)
+                self.scores(x, s, tiles, read.index, at, None, None, is_full)
                 rescale = self.exponentials(x, top, total)
                 cute.nvgpu.warpgroup.wait_group(0)
                 loaded.consumer_release(previous)
@@ -153,6 +186,16 @@ class AttentionForwardSm90(AttentionSm90):
             self.finish(o_atom, sQ, o, top, total, args, block)
             queries.consumer_release(own)  # the warp that issued the store of o waited until it was read
             own.advance()
+
+    @cute.jit
+    def loaded_block(self, block: Block, sWalk, stage: Int32):
+        """(block, None), or with a mask (block with the keys of the loaded tile, `is_full` of `scores`)."""
+        if const_expr(sWalk is None):
+            return block, None
+        n, is_full = self.told(sWalk, stage)
+        if const_expr(not (self.problem.bias_aligned or self.problem.mask_aligned)):
+            is_full = None  # reading both from global memory, a branch around the mask spills registers
+        return block._replace(k0=n * self.tile_k), is_full
 
     @cute.jit
     def exponentials(self, x: cute.Tensor, top: cute.Tensor, total: cute.Tensor):

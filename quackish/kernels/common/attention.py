@@ -16,6 +16,7 @@ from cutlass.utils import hopper_helpers as sm90
 
 from quackish.configs.attention import BLOCK, REGISTERS, AttentionConfig, ScoreArgs, Strided
 from quackish.kernels.common.arguments import DTYPES, fake_args
+from quackish.kernels.common.mask_walk import MaskWalk
 from quackish.kernels.common.math import LOG2_E, tanh
 from quackish.kernels.common.memory import load_at
 from quackish.kernels.common.swizzled_tile import SwizzledTile
@@ -66,7 +67,7 @@ def pair_rows(thread: Int32) -> Int32:
     return thread // 32 * 16 + thread % 32 // 4
 
 
-class AttentionSm90:
+class AttentionSm90(MaskWalk):
     rows_are_queries: bool
 
     def __init__(self, problem, config: AttentionConfig):
@@ -250,6 +251,17 @@ class AttentionSm90:
         return parts
 
     @cute.jit
+    def load_scores(self, atoms: list, parts: list, tile_q, tile_k, stage, barrier, policies, is_full):
+        """Loads bias and mask. is_full: 1 if the mask is not needed, else 0; None without a mask."""
+        for a in cutlass.range_constexpr(len(parts)):
+            policy = None if const_expr(policies is None) else policies[a]
+            if const_expr(self.mask is not None and a == len(parts) - 1):
+                if is_full == 0:
+                    self.load(atoms[a], parts[a], tile_q, tile_k, stage, barrier, policy)
+            else:
+                self.load(atoms[a], parts[a], tile_q, tile_k, stage, barrier, policy)
+
+    @cute.jit
     def score_policies(self, args: ScoreArgs) -> list:
         """L2 cache policies for bias and mask: what is not broadcast is read once."""
         policies = []
@@ -322,10 +334,13 @@ class AttentionSm90:
         return block.q0 + column, block.k0 + row
 
     @cute.jit
-    def scores(self, acc: cute.Tensor, args: ScoreArgs, tiles: ScoreTiles, stage: Int32, block: Block, shift, tanhs):
+    def scores(
+        self, acc: cute.Tensor, args: ScoreArgs, tiles: ScoreTiles, stage: Int32, block: Block, shift, tanhs,
+        is_full=None,
+    ):  # fmt: skip
         """acc = x - shift for acc = q k^T; tanhs: registers for the softcap's tanh.
 
-        shift and tanhs are tensors like acc, or None.
+        shift and tanhs are tensors like acc, or None. is_full: 1 if the mask leaves all keys, else 0; None if unknown.
         """
         factor = args.scale * LOG2_E
         if const_expr(self.problem.softcap):
@@ -343,8 +358,11 @@ class AttentionSm90:
             self.add_bias(acc, factor, tiles.bias[None, None, stage].iterator, block, shift)
         else:
             self.add_fp32_bias(acc, factor, tiles.bias[None, None, stage].iterator, block, shift)
-        if const_expr(self.problem.mask):
+        if const_expr(self.problem.mask and is_full is None):
             self.mask_out(acc, args, tiles, stage, block)
+        elif const_expr(self.problem.mask):
+            if is_full == 0:
+                self.mask_out(acc, args, tiles, stage, block)
         if self.cuts(args, block):
             for i in cutlass.range_constexpr(cute.size(acc)):
                 if not self.takes_part(args, *self.position(block, i)):
@@ -442,12 +460,13 @@ class AttentionSm90:
             row, column = pair_rows(block.thread), block.thread % 4 * 2
             for i in cutlass.range_constexpr(0, cute.size(acc), 2):
                 r, c = row + i // 2 % 2 * 8 + block.wg * BLOCK, column + i // 4 * 8
+                if const_expr(self.rows_are_queries):
+                    pair = cute.recast_tensor(self.mask.element(mask, r, c, 2), cutlass.Uint16)[0].to(Int32)
+                    keeps = [pair & 0xFF, pair & 0xFF00]
+                else:
+                    keeps = [self.mask.element(mask, c + n, r, 1)[0] for n in range(2)]
                 for n in cutlass.range_constexpr(2):
-                    if const_expr(self.rows_are_queries):
-                        keep = self.mask.element(mask, r, c, 2)[n]
-                    else:
-                        keep = self.mask.element(mask, c + n, r, 1)[0]
-                    if keep == 0:
+                    if keeps[n] == 0:
                         acc[i + n] = -Float32.inf
 
     # Device: results

@@ -45,14 +45,20 @@ def _steps_for(inputs: Inputs, backend: str, need_dbias: bool = False) -> Steps:
     return kernel_steps.steps_of(require_device(WHO, q.device))
 
 
-def _forward(inputs: Inputs, options: Options, backend: str) -> tuple[Tensor, Tensor]:
+def _forward(inputs: Inputs, options: Options, backend: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(o, lse, classes of the mask's blocks)"""
     check_memory(WHO, query=inputs.q, key=inputs.k, value=inputs.v, attn_bias=inputs.bias, attn_mask=inputs.mask)
-    return _steps_for(inputs, backend).forward(inputs, options)
+    steps = _steps_for(inputs, backend)
+    if not isinstance(steps, kernel_steps.AttentionSteps):
+        return *steps.forward(inputs, options), kernel_steps.unknown_classes(inputs.mask)
+    classes = steps.classes(inputs.mask)
+    return *steps.forward(inputs, options, classes), classes
 
 
-def _backward(do, dlse, out, lse, inputs: Inputs, options: Options, need_dbias: bool, backend: str):
+def _backward(do, dlse, out, lse, classes, inputs: Inputs, options: Options, need_dbias: bool, backend: str):
     steps = _steps_for(inputs, backend, need_dbias)
-    return steps.backward(do, dlse, out, lse, inputs, options, need_dbias)
+    of_mask = (classes,) if isinstance(steps, kernel_steps.AttentionSteps) else ()
+    return steps.backward(do, dlse, out, lse, inputs, options, need_dbias, *of_mask)
 
 
 # Operators ------------------------------------------------------------------------------------------------------------
@@ -61,10 +67,10 @@ _lib = torch.library.Library("quackish", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask"
 _OPTIONS = "float scale, float? softcap, SymInt? left, SymInt? right"
-_lib.define(f"attention_fwd({_INPUTS}, {_OPTIONS}, str backend) -> (Tensor o, Tensor lse)", tags=_TAGS)
+_lib.define(f"attention_fwd({_INPUTS}, {_OPTIONS}, str backend) -> (Tensor o, Tensor lse, Tensor classes)", tags=_TAGS)
 _lib.define(
-    f"attention_bwd(Tensor d_o, Tensor? dlse, Tensor o, Tensor lse, {_INPUTS}, {_OPTIONS}, bool need_dbias, "
-    "str backend) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)",
+    f"attention_bwd(Tensor d_o, Tensor? dlse, Tensor o, Tensor lse, Tensor? classes, {_INPUTS}, {_OPTIONS}, "
+    "bool need_dbias, str backend) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)",
     tags=_TAGS,
 )
 _fwd_op, _bwd_op = torch.ops.quackish.attention_fwd.default, torch.ops.quackish.attention_bwd.default
@@ -78,24 +84,26 @@ def _split(args: tuple) -> tuple[Inputs, Options, tuple]:
 
 def _forward_impl(*args):
     inputs, options, (backend,) = _split(args)
-    return _forward(inputs, options, backend)
+    out, lse, classes = _forward(inputs, options, backend)
+    return out, lse, inputs.q.new_empty(0, dtype=torch.uint8) if classes is None else classes
 
 
-def _backward_impl(do, dlse, out, lse, *args):
+def _backward_impl(do, dlse, out, lse, classes, *args):
     inputs, options, (need_dbias, backend) = _split(args)
-    *grads, dbias = _backward(do, dlse, out, lse, inputs, options, need_dbias, backend)
+    *grads, dbias = _backward(do, dlse, out, lse, classes, inputs, options, need_dbias, backend)
     return *grads, None if dbias is None else dbias.contiguous()
 
 
 def _forward_fake(*args):
-    q, v = args[0], args[2]
+    q, _, v, _, mask = args[:_NUM_INPUTS]
     columns = v.shape[3]
     out = q.new_empty_strided((*q.shape[:3], columns), strides_like(q, columns))
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return out, q.new_empty(q.shape[:3], dtype=wide)
+    classes = q.new_empty(0 if mask is None else kernel_steps.classes_shape(mask), dtype=torch.uint8)
+    return out, q.new_empty(q.shape[:3], dtype=wide), classes
 
 
-def _backward_fake(do, dlse, out, lse, *args):
+def _backward_fake(do, dlse, out, lse, classes, *args):
     inputs, _, (need_dbias, _) = _split(args)
     grads = [t.new_empty_strided(t.shape, strides_like(t, t.shape[3])) for t in inputs[:3]]
     return *grads, inputs.bias.new_empty(inputs.bias.shape) if need_dbias and inputs.bias is not None else None
@@ -108,21 +116,21 @@ def _setup_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _op_backward(ctx, do, dlse):
+def _op_backward(ctx, do, dlse, dclasses=None):
     if torch.is_grad_enabled():
         raise RuntimeError(f"{WHO}: create_graph=True (double backward) is not supported")
     none = (None,) * (_NUM_OPTIONS + 1)
     if do is None and dlse is None:
         return (None,) * _NUM_INPUTS + none
     check_same_device(WHO, ctx.device, (dlse if do is None else do).device)
-    *tensors, out, lse = ctx.saved_tensors
+    *tensors, out, lse, classes = ctx.saved_tensors
     inputs, need_dbias = Inputs(*tensors), ctx.needs_input_grad[Inputs._fields.index("bias")]
     do = torch.zeros_like(out) if do is None else do
     if is_plain() and are_plain((do, dlse, *tensors)) and _has_memory(do):
         with as_current(do.device), without_autocast(do.device.type):
-            grads = _backward(do, dlse, out, lse, inputs, ctx.options, need_dbias, ctx.backend)
+            grads = _backward(do, dlse, out, lse, classes, inputs, ctx.options, need_dbias, ctx.backend)
     else:
-        grads = _bwd_op(do, dlse, out, lse, *inputs, *ctx.options, need_dbias, ctx.backend)
+        grads = _bwd_op(do, dlse, out, lse, classes, *inputs, *ctx.options, need_dbias, ctx.backend)
     return *grads, None, *none
 
 
@@ -158,10 +166,11 @@ def _has_memory(t: Tensor) -> bool:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):
-        with as_current(args[0].device), without_autocast(args[0].device.type):
-            output = _forward_impl(*args)
+        inputs, options, (backend,) = _split(args)
+        with as_current(inputs.q.device), without_autocast(inputs.q.device.type):
+            output = _forward(inputs, options, backend)
         _setup_context(ctx, args, output)
-        return output
+        return output[:2]
 
     backward = staticmethod(_op_backward)
 
@@ -172,4 +181,5 @@ def attention(inputs: Inputs, options: Options, backend: str) -> tuple[Tensor, T
     if is_plain() and are_plain(args) and _has_memory(inputs.q):
         return _Attention.apply(*args)
     refuse_compile(WHO, inputs.q.device)
-    return _fwd_op(*args)
+    out, lse, _ = _fwd_op(*args)
+    return out, lse

@@ -55,7 +55,7 @@ def check(
         mask, bias, name = None, attn_mask, "attn_mask"
     scores = (*lead, query.shape[-2], key.shape[-2])
     if mask is not None:
-        mask = _as_four("attn_mask", mask, scores)
+        mask = _not_expanded(_as_four("attn_mask", mask, scores))
     if bias is not None:
         if bias.dtype not in _DTYPES:
             hint = "; pass a bool mask as attn_mask" if bias.dtype == torch.bool else ""
@@ -153,6 +153,14 @@ def _as_four(name: str, t: Tensor, scores: tuple[int, ...]) -> Tensor:
         if any(size != 1 for size in t.shape[:-3]):
             t = t.expand(*scores[:-3], *t.shape[-3:])
     return _four(t)
+
+
+def _not_expanded(mask: Tensor) -> Tensor:
+    """With size 1 where all elements of a dimension are the same memory, so that each element is read once."""
+    for dim in range(4):
+        if mask.stride(dim) == 0 and mask.shape[dim] > 1:
+            mask = mask.narrow(dim, 0, 1)
+    return mask
 
 
 def _compute_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:

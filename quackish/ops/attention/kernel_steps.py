@@ -14,15 +14,19 @@ from torch import Tensor
 
 from quackish.configs import choose
 from quackish.configs.attention import (
+    BLOCK,
     MAX_D,
+    MIXED,
     AttentionBiasProblem,
     AttentionForwardProblem,
     AttentionKeysProblem,
+    AttentionMaskProblem,
     AttentionProblem,
     AttentionQueriesProblem,
     BiasArgs,
     ForwardArgs,
     KeysArgs,
+    MaskArgs,
     QueriesArgs,
     ScoreArgs,
     Strided,
@@ -32,8 +36,11 @@ from quackish.ops.cuda import address, dtype_name, name_of
 from quackish.ops.device import Device
 from quackish.reference.attention import Inputs, Options, strides_like
 
+Problem = AttentionProblem | AttentionMaskProblem
+
 _UNBOUNDED = 1 << 30
 _KERNELS = {
+    AttentionMaskProblem: "attention_mask",
     AttentionForwardProblem: "attention_fwd",
     AttentionQueriesProblem: "attention_bwd_queries",
     AttentionKeysProblem: "attention_bwd_keys",
@@ -63,24 +70,37 @@ def why_unsupported(inputs: Inputs, need_dbias: bool = False) -> str:
 
 
 class AttentionSteps:
-    """The steps on one device, with the names and arguments of the functions in `reference/attention.py`."""
+    """The steps on one device, with the names and arguments of the functions in `reference/attention.py`.
+
+    Both also have `classes`, the result of the method of this name, which forward keeps for backward.
+    """
 
     def __init__(self, device: Device):
         self.device, self.stream, self.empty = device, device.stream, device.empty
         self._kernel = functools.lru_cache(maxsize=1024)(self._find_kernel)
 
-    def forward(self, inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
+    def classes(self, mask: Tensor | None) -> Tensor | None:
+        """For each block of a mask, whether no key, some keys or all keys take part."""
+        if mask is None:
+            return None
+        classes = self._contiguous(classes_shape(mask), torch.uint8)
+        by_vectors = _is_aligned(mask, *mask.shape[2:]) and mask.shape[3] % 16 == 0
+        args = MaskArgs(_broadcast(mask, by_vectors), classes.data_ptr(), *mask.shape)
+        self._launch(AttentionMaskProblem(by_vectors), args)
+        return classes
+
+    def forward(self, inputs: Inputs, options: Options, classes: Tensor | None) -> tuple[Tensor, Tensor]:
         inputs = _readable(inputs)
         q = inputs.q
         out, lse = self._like(q), self._contiguous(q.shape[:3], torch.float32)
         problem = AttentionForwardProblem(**_problem(inputs, options))
-        args = ForwardArgs(_scores(inputs, options, problem, self.device.gpu.sm_count), _strided(out), lse.data_ptr())
-        self._launch(problem, args)
+        scores = _scores(inputs, classes, options, problem, self.device.gpu.sm_count)
+        self._launch(problem, ForwardArgs(scores, _strided(out), lse.data_ptr()))
         return out, lse
 
     def backward(
         self, do: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, inputs: Inputs, options: Options,
-        need_dbias: bool = True,
+        need_dbias: bool, classes: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
         q, k, v, bias, _ = inputs = _readable(inputs)
         do, out, lse = _aligned(do), _aligned(out), lse.contiguous()
@@ -95,7 +115,7 @@ class AttentionSteps:
         fields = _problem(inputs, options)
 
         problem: AttentionProblem = AttentionQueriesProblem(**fields, dbias=in_place, dlse=dlse is not None)
-        scores, grad = _scores(inputs, options, problem, self.device.gpu.sm_count), _strided(do)
+        scores, grad = _scores(inputs, classes, options, problem, self.device.gpu.sm_count), _strided(do)
         of_stats = dict(stats=stats.data_ptr(), stats_row=stats_row)
         self._launch(
             problem,
@@ -149,10 +169,10 @@ class AttentionSteps:
     def _like(self, t: Tensor) -> Tensor:
         return self.empty(tuple(t.shape), strides_like(t, t.shape[3]), t.dtype)
 
-    def _launch(self, problem: AttentionProblem, args: tuple) -> None:
+    def _launch(self, problem: Problem, args: tuple) -> None:
         self._kernel(choose.epoch, problem)(args, self.stream())
 
-    def _find_kernel(self, epoch: int, problem: AttentionProblem) -> Callable[..., None]:
+    def _find_kernel(self, epoch: int, problem: Problem) -> Callable[..., None]:
         return self.device.kernel_for(_KERNELS[type(problem)], problem, self.device.gpu).launch
 
 
@@ -162,6 +182,16 @@ def steps_of(device: Device) -> AttentionSteps:
     if steps is None:
         steps = device.cache["attention"] = AttentionSteps(device)
     return steps
+
+
+def classes_shape(mask: Tensor) -> tuple[int, ...]:
+    batches, heads, rows, columns = mask.shape
+    return batches, heads, (rows + BLOCK - 1) // BLOCK, (columns + BLOCK - 1) // BLOCK
+
+
+def unknown_classes(mask: Tensor | None) -> Tensor | None:
+    """What the portable path keeps, which does not need classes: MIXED is right for every block."""
+    return None if mask is None else mask.new_full(classes_shape(mask), MIXED, dtype=torch.uint8)
 
 
 # Operands -------------------------------------------------------------------------------------------------------------
@@ -216,7 +246,9 @@ def _problem(inputs: Inputs, options: Options) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def _scores(inputs: Inputs, options: Options, problem: AttentionProblem, max_ctas: int) -> ScoreArgs:
+def _scores(
+    inputs: Inputs, classes: Tensor | None, options: Options, problem: AttentionProblem, max_ctas: int
+) -> ScoreArgs:  # fmt: skip
     q, k, v, bias, mask = inputs
     bounds: dict[str, int] = {}
     if problem.band:
@@ -227,7 +259,7 @@ def _scores(inputs: Inputs, options: Options, problem: AttentionProblem, max_cta
     batch, heads, num_q, d = q.shape
     return ScoreArgs(
         q=_strided(q), k=_strided(k), v=_strided(v), bias=_broadcast(bias, problem.bias_aligned),
-        mask=_broadcast(mask, problem.mask_aligned), scale=options.scale, softcap=options.softcap, **bounds,
-        batch=batch, heads=heads, group=heads // k.shape[1], num_q=num_q, num_k=k.shape[2], d=d,
-        max_ctas=max_ctas,
+        mask=_broadcast(mask, problem.mask_aligned), classes=_broadcast(classes, False), scale=options.scale,
+        softcap=options.softcap, **bounds, batch=batch, heads=heads, group=heads // k.shape[1], num_q=num_q,
+        num_k=k.shape[2], d=d, max_ctas=max_ctas,
     )  # fmt: skip

@@ -1,0 +1,96 @@
+"""The walk of attention's kernels over tiles of scores, without those that a mask leaves empty.
+
+The classes of the mask's blocks are in memory. The producer reads those of 32 tiles at once, one per lane, and takes
+the tiles to do in order. It tells the consumers in shared memory which tile a stage has, and whether the mask leaves
+all its keys: then the mask is not loaded. The consumers count an item's tiles before they start it.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr
+
+from quackish.configs.attention import BLOCK, EMPTY, FULL, ScoreArgs
+from quackish.kernels.common.memory import load_at
+
+
+class Tiles(NamedTuple):
+    """Up to 32 tiles of a walk. Bit i is that of tile `start` + i."""
+
+    start: Int32
+    to_do: Int32  # the mask leaves some keys
+    full: Int32  # the mask leaves all keys
+
+
+@cute.jit
+def first_of(tiles: Tiles):
+    """(the first tile to do, 1 if it is full, else 0)"""
+    i = cute.arch.popc((tiles.to_do & -tiles.to_do) - 1)
+    return tiles.start + i, (tiles.full >> i) & 1
+
+
+@cute.jit
+def class_of(s: ScoreArgs, batch: Int32, head: Int32, q0: Int32, k0: Int32, shape: cutlass.Constexpr):
+    """(Boolean, Boolean): if the mask leaves some keys, and all keys, of a tile of `shape` at query q0 and key k0."""
+    t = s.classes
+    base = t.base + (Int64(batch) * t.batch + Int64(head) * t.head)
+    least, most = Int32(FULL), Int32(EMPTY)
+    for i in cutlass.range_constexpr(-(-shape[0] // BLOCK)):
+        for j in cutlass.range_constexpr(-(-shape[1] // BLOCK)):
+            q, k = q0 // BLOCK + i, k0 // BLOCK + j
+            if (q * BLOCK < s.num_q) & (k * BLOCK < s.num_k):
+                found = load_at(base, Int64(q) * t.row + Int64(k) * t.column).to(Int32)
+                least, most = cutlass.min(least, found), cutlass.max(most, found)
+    return most != EMPTY, least == FULL
+
+
+class MaskWalk:
+    """For kernels with items that have tiles [first, last) of tile_q queries x tile_k keys."""
+
+    @cute.jit
+    def place(self, n: Int32, item, args):
+        """(batch and heads, first query, first key) of the n-th tile of an item: here a tile of keys."""
+        return item.head, item.tile * self.tile_q, n * self.tile_k
+
+    @cute.jit
+    def tiles(self, start: Int32, item, args) -> Tiles:
+        """Tiles start to start + 31, for a whole warp. args: those of the kernel."""
+        n = start + cute.arch.lane_idx()
+        head, q0, k0 = self.place(cutlass.min(n, item.last - 1), item, args)
+        some, every = class_of(args.scores, head.batch, head.query_head, q0, k0, (self.tile_q, self.tile_k))
+        return Tiles(
+            start, cute.arch.vote_ballot_sync(some & (n < item.last)), cute.arch.vote_ballot_sync(every)
+        )  # fmt: skip
+
+    @cute.jit
+    def count(self, item, args) -> Int32:
+        """The number of an item's tiles to do, for a whole warp."""
+        count = Int32(0)
+        for start in cutlass.range(item.first, item.last, 32, unroll=4):
+            count = count + cute.arch.popc(self.tiles(start, item, args).to_do)
+        return count
+
+    # What the producer tells the consumers
+
+    def allocate_walk(self, smem):
+        """(stages,), or None without a mask. Allocated first: then it fits in front of the first aligned tile."""
+        if not self.problem.mask:
+            return None
+        return smem.allocate_tensor(Int32, cute.make_layout((self.config.num_stages,)), 16)
+
+    @cute.jit
+    def acquire(self, loaded, state, num_bytes: cutlass.Constexpr[int], sWalk: cute.Tensor, n: Int32, is_full: Int32):
+        """`producer_acquire` for tile n, with num_bytes bytes, among them the mask's if it is loaded."""
+        loaded.sync_object_empty.wait(state.index, state.phase)
+        if const_expr(self.mask is not None):
+            num_bytes = num_bytes - is_full * self.mask.bytes
+        with cute.arch.elect_one():
+            sWalk[state.index] = n * 2 + is_full
+            cute.arch.mbarrier_arrive_and_expect_tx(loaded.producer_get_barrier(state), num_bytes)
+
+    @cute.jit
+    def told(self, sWalk: cute.Tensor, stage: Int32):
+        """(tile, 1 if it is full, else 0) of a loaded stage."""
+        word = sWalk[stage]
+        return word // 2, word % 2

@@ -1,0 +1,96 @@
+"""Attention's kernels on random data: a whole call prepares the arguments of each, which is then launched alone."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quackish.configs.attention import AttentionProblem, Strided
+from quackish.ops.attention.kernel_steps import AttentionSteps
+from quackish.ops.device import Device, require_device
+from quackish.reference.attention import Inputs, Options
+from quackish.work import ATTENTION_RESULTS
+
+_ALIGNED = 16  # columns: TMA loads rows of a bias or a mask that start on 16 bytes
+
+
+def attention(
+    kernel: str, p: AttentionProblem, sizes: Mapping[str, int], device: torch.device
+) -> Callable[[], Callable[[], tuple[Tensor | None, ...]]]:
+    """A bias has the batch and heads in `sizes`; a mask (batch, 1, Lq, Lk) keeps half of the keys."""
+    inputs = _inputs(p, sizes, device)
+    q, bias = inputs.q, inputs.bias
+    options = Options(q.shape[3] ** -0.5, 20.0 if p.softcap else None, None, 0 if p.band else None)
+    on = require_device("tune", device)
+    steps = _Recorder(on, p)
+    classes = steps.classes(inputs.mask)
+    out, lse = steps.forward(inputs, options, classes)
+    dlse = torch.randn_like(lse) if getattr(p, "dlse", False) else None
+    do = torch.randn(out.shape, dtype=out.dtype, device=device)
+    is_broadcast = bias is not None and bias.shape[:2] != q.shape[:2]
+    need_dbias = is_broadcast or getattr(p, "dbias", False)
+    steps.backward(do, dlse, out, lse, inputs, options, need_dbias, classes)
+    args = steps.args
+    assert args is not None, (p, steps.problems)
+    written = tuple(steps.memory_at(getattr(args, name)) for name in ATTENTION_RESULTS[kernel])
+    held = inputs, do, dlse, steps  # the memory that `args` has addresses of
+
+    def make() -> Callable[[], tuple[Tensor | None, ...]]:
+        launch = on.kernel_for(kernel, p, on.gpu).launch
+
+        def run() -> tuple[Tensor | None, ...]:
+            assert held is not None
+            launch(args, on.stream())
+            return written
+
+        return run
+
+    return make
+
+
+class _Recorder(AttentionSteps):
+    """Keeps the arguments of a problem's launch, and all memory."""
+
+    def __init__(self, device: Device, wanted: AttentionProblem):
+        super().__init__(device)
+        self.wanted, self.args = wanted, None
+        self.problems: list[Any] = []
+        self.memory: dict[int, Tensor] = {}
+        allocate = self.empty
+
+        def empty(*how: Any) -> Tensor:
+            t = allocate(*how)
+            self.memory[t.data_ptr()] = t
+            return t
+
+        self.empty = empty
+
+    def _launch(self, problem: Any, args: Any) -> None:
+        super()._launch(problem, args)
+        self.problems.append(problem)
+        if problem == self.wanted:
+            self.args = args
+
+    def memory_at(self, address: Any) -> Tensor | None:
+        return self.memory.get(address.base if isinstance(address, Strided) else address)
+
+
+def _inputs(p: AttentionProblem, sizes: Mapping[str, int], device: torch.device) -> Inputs:
+    batch, heads, num_q, num_k, d = (sizes[name] for name in ("batch", "heads", "num_q", "num_k", "d"))
+    dtype = getattr(torch, p.dtype)
+
+    def scores(of: str, dtype: torch.dtype, aligned: bool) -> Tensor:
+        row = -(-num_k // _ALIGNED) * _ALIGNED + (not aligned)
+        shape = sizes.get(f"{of}_batch", batch), sizes.get(f"{of}_heads", heads), num_q, row
+        return torch.randn(shape, dtype=dtype, device=device)[..., :num_k]
+
+    q = torch.randn(batch, heads, num_q, d, dtype=dtype, device=device)
+    k, v = (torch.randn(batch, heads // sizes["group"], num_k, d, dtype=dtype, device=device) for _ in "kv")
+    bias = None if p.bias_dtype is None else scores("bias", getattr(torch, p.bias_dtype), p.bias_aligned)
+    mask = None
+    if p.mask:
+        keep = scores("mask", torch.float32, p.mask_aligned)
+        mask = torch.empty_strided(keep.shape, keep.stride(), dtype=torch.bool, device=device)
+        torch.gt(keep, 0, out=mask)
+    return Inputs(q, k, v, bias, mask)

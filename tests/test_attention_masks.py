@@ -1,0 +1,171 @@
+"""Bool masks of attention in the emulator: classes of blocks, tiles that are skipped, numbers and bits."""
+
+import pytest
+import torch
+
+import quackish
+from quackish.configs.attention import BLOCK, EMPTY, FULL, MIXED
+from quackish.ops.attention.kernel_steps import classes_shape, steps_of, unknown_classes
+from quackish.ops.device import device_of
+from quackish.reference.attention import Inputs, Options
+from quackish.testing.errors import same_bits
+from tests.attention_cases import FP16, FP32, assert_right, case, step, truth
+from tests.emulator_cases import HOPPER, QUICK, emulated
+
+CPU = torch.device("cpu")
+
+
+def of_classes(classes, num_q, num_k, seed=0):
+    """A mask (1, 1, num_q, num_k) whose blocks have these classes."""
+    classes = torch.as_tensor(classes).repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)[:num_q, :num_k]
+    some = torch.rand(num_q, num_k, generator=torch.Generator().manual_seed(seed)) < 0.5
+    return torch.where(classes == MIXED, some, classes == FULL)[None, None]
+
+
+# Classes --------------------------------------------------------------------------------------------------------------
+
+
+def classes_of(mask):
+    classes = torch.empty(classes_shape(mask), dtype=torch.uint8)
+    for i in range(classes.shape[2]):
+        for j in range(classes.shape[3]):
+            block = mask[:, :, BLOCK * i : BLOCK * (i + 1), BLOCK * j : BLOCK * (j + 1)].flatten(2)
+            classes[:, :, i, j] = torch.where(block.all(2), FULL, torch.where(block.any(2), MIXED, EMPTY))
+    return classes
+
+
+def random_classes(*shape):
+    batches, heads, rows, columns = shape
+    generator = torch.Generator().manual_seed(0)
+    blocks = (-(-rows // BLOCK), -(-columns // BLOCK))
+    masks = [
+        of_classes(torch.randint(0, 3, blocks, generator=generator), rows, columns, i) for i in range(batches * heads)
+    ]
+    return torch.cat(masks).view(shape)
+
+
+def nearly(value, row, column):
+    """Two blocks of `value`, but for one element of the second one."""
+    mask = torch.full((1, 1, BLOCK, 2 * BLOCK), value)
+    mask[0, 0, row, BLOCK + column] = not value
+    return mask
+
+
+MASKS = {
+    "vectors": random_classes(2, 3, 130, 208),
+    "vectors of a larger tensor": random_classes(1, 1, 200, 208)[:, :, 3:, 16:176],
+    "columns that are no multiple of 16": random_classes(2, 1, 130, 145),
+    "transposed": random_classes(1, 1, 200, 208).mT,
+    "broadcast over queries": random_classes(2, 1, 1, 300),
+    "broadcast over keys": random_classes(1, 2, 300, 1),
+    "one element": torch.ones(1, 1, 1, 1, dtype=torch.bool),
+    **{f"one {not v} at {at}": nearly(v, *at) for v in (False, True) for at in ((0, 0), (37, 15), (63, 63))},
+}
+
+
+@pytest.mark.parametrize("where", [QUICK, pytest.param(HOPPER[1], marks=pytest.mark.exhaustive)])
+def test_classes(where):
+    with emulated(where):
+        steps = steps_of(device_of(CPU))
+        for name, mask in MASKS.items():
+            assert same_bits(steps.classes(mask), classes_of(mask)), name
+
+
+# Tiles ----------------------------------------------------------------------------------------------------------------
+
+# A tile of forward has 2 x 2 blocks. The first row of tiles has an empty, a full and a mixed one, the second row none.
+ROWS = [[0, 0, 2, 2, 1, 0], [0, 0, 2, 2, 0, 0], [0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]]
+
+
+def forward(args, where):
+    """(o and lse, the launch)"""
+    with emulated(where) as report, torch.no_grad():
+        out, lse = quackish.scaled_dot_product_attention(**args, return_lse=True, backend="cute")
+    assert [launch.kernel for launch in report.launches] == ["attention_mask", "attention_fwd"]
+    return dict(o=out, lse=lse), report.launches[1]
+
+
+def bytes_of(tiles, masks):
+    """What forward reads for two tiles of queries and `tiles` tiles of scores, `masks` of them with the mask."""
+    return (2 + 2 * tiles) * 128 * 64 * 2 + masks * 128 * 128
+
+
+def test_skipped_tiles():
+    """NaN in an empty tile reaches nothing, and a full tile's mask is not read. A row of tiles has at least one."""
+    args = case(1, 1, 256, 384) | dict(attn_mask=of_classes(ROWS, 256, 384))
+    want = truth(args)
+    with torch.no_grad():
+        for name in ("key", "value"):
+            args[name][:, :, :128] = torch.nan
+    got, launch = forward(args, QUICK)
+    assert_right(got, {name: want[name] for name in got})
+    args["attn_mask"] = torch.ones_like(args["attn_mask"])
+    _, of_all = forward(args, QUICK)
+    assert launch.mmas * 6 == of_all.mmas * 3
+    classes = 4096  # more than the bytes of classes that are read
+    assert bytes_of(3, 2) < launch.bytes_read < bytes_of(3, 2) + classes
+    assert bytes_of(6, 0) < of_all.bytes_read < bytes_of(6, 0) + classes
+
+
+@pytest.mark.exhaustive
+def test_more_tiles_than_lanes():
+    keys = 128 * 33 + 5
+    args = case(1, 1, 64, keys, 32) | dict(attn_mask=(torch.arange(keys) >= 128 * 33)[None, None, None])
+    want = truth(args)
+    with torch.no_grad():
+        args["value"][:, :, : 128 * 33] = torch.nan
+    got, _ = forward(args, QUICK)
+    assert_right(got, {name: want[name] for name in got})
+
+
+def test_bits_do_not_depend_on_what_is_skipped():
+    q, k, v, mask = (case(1, 2, 200, 272) | dict(attn_mask=random_classes(1, 2, 200, 272))).values()
+    inputs, options = Inputs(q.detach(), k.detach(), v.detach(), None, mask), Options(0.125)
+    with emulated(QUICK):
+        steps = steps_of(device_of(CPU))
+        skipped, computed = (steps.forward(inputs, options, c) for c in (steps.classes(mask), unknown_classes(mask)))
+    assert all(same_bits(a, b) for a, b in zip(skipped, computed, strict=True))
+
+
+CASES = {
+    "no key": dict(case(1, 1, 200, 272), attn_mask=of_classes([[0] * 5] * 4, 200, 272)),
+    "unaligned, GQA, causal": dict(
+        case(2, 4, 200, 275, kv_heads=2, bias=(1, 1, 200, 275), is_causal=True),
+        attn_mask=of_classes([[1, 0, 0, 0, 0], [2, 2, 0, 0, 0], [0, 0, 2, 0, 0], [0, 1, 1, 2, 0]], 200, 275),
+    ),
+    "padding": dict(
+        case(2, 2, 70, 275, dtype=FP16, softcap=2.0),
+        attn_mask=(torch.arange(275) < torch.tensor([100, 275])[:, None])[:, None, None],
+    ),
+    "rows": dict(case(1, 2, 200, 80), attn_mask=(torch.arange(200) < 100)[None, None, :, None]),
+    "a batch entry": dict(case(2, 1, 70, 80), attn_mask=torch.tensor([True, False])[:, None, None, None]),
+    "a mask of each head, expanded": dict(
+        case(2, 2, 130, 144, 128, bias=(2, 1, 130, 144), bias_dtype=FP32),
+        attn_mask=random_classes(1, 2, 130, 144).expand(2, 2, 130, 144),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("where", HOPPER)
+@pytest.mark.parametrize("kind", CASES)
+def test_numbers_and_bits_of_masks(kind, where):
+    args = CASES[kind]
+    with emulated(where):
+        got, again = step(args), step(args)
+    dtype = args["query"].dtype
+    assert_right(got, truth(args), dtype)
+    assert all(same_bits(again[name], t) for name, t in got.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", CASES)
+def test_numbers_and_bits_of_masks_on_gpu(kind):
+    args = {
+        name: arg.detach().cuda().requires_grad_(arg.requires_grad) if isinstance(arg, torch.Tensor) else arg
+        for name, arg in CASES[kind].items()
+    }
+    got = step(args)
+    assert_right(got, truth(args), args["query"].dtype)
+    for _ in range(19):
+        assert all(same_bits(t, got[name]) for name, t in step(args).items())
