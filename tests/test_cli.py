@@ -157,7 +157,7 @@ def test_a_command_without_arguments_prints_its_help(words, capsys):
 @pytest.mark.parametrize(
     "words, message",
     [
-        ("explain rms_norm 4x4 --dytpe fp16", "explain: unrecognized arguments: --dytpe fp16; did you mean --dtype?"),
+        ("explain rms_norm 4x4 --dytpe fp16", "explain: unrecognized arguments: --dytpe fp16; did you mean --dtype or --bias-dtype?"),
         ("cache clear --slate", "cache: unrecognized arguments: --slate; did you mean --stale?"),
         ("cache clear --stal", "cache: unrecognized arguments: --stal; did you mean --stale?"),
         ("--verison", "quackish: unrecognized arguments: --verison; did you mean --version?"),
@@ -246,7 +246,7 @@ def too_long(text):
         "explain linear_cross_entropy 8192x4096x128256 --no-compile --gpu h200",
         "explain linear_cross_entropy 8192x4096x128256 --no-compile --gpu b300 --label-smoothing 0.1",
         "explain grouped_mlp 131072x2048x768x128 --scales --no-compile --gpu h200",
-        "explain scaled_dot_product_attention 4x2048x16x64 --shared-bias --no-compile --gpu gh200",
+        "explain scaled_dot_product_attention 4x16x2048x64 --attn-bias 1,H --no-compile --gpu gh200",
         "explain rms_norm 4x12 --dtype fp64 --gpu h200",
         *(f"{words} --help" for words in ("", *COMMANDS, "bench linear_cross_entropy", "cache import")),
     ],

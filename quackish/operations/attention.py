@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from quackish.operations.argument_types import one_of
+from quackish.argument_types import one_of
 from quackish.operations.table import DTYPES, Args, Maker, Operation, Options, flag, no_grad, value
 from quackish.ops.attention import scaled_dot_product_attention
 
