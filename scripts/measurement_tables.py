@@ -387,6 +387,13 @@ def attention_rows() -> Table:
         yield d, *(find("H200/attention.md", section=section, what=name)["median"] for name in names.values())
 
 
+def attention_mask_rows() -> Table:
+    yield "mask", "keys kept", "quackish", "FlexAttention"
+    for mask in ("random half", "the top 2048 of a row", "blocks of 64"):
+        row = find("H200/attention.md", section="Bool masks: forward", mask=mask)
+        yield mask, row["keys kept"], row["quackish"], row["FlexAttention"]
+
+
 def sharded_rows() -> Table:
     yield "step", "ms", "efficiency, of GPU 0", "of GPU 1", "MB per rank"
     file, shape = "H200/parallel.md", "8192x4096x128256"
@@ -465,7 +472,7 @@ TABLES: dict[str, page_tables.Tables] = {
         "targets": mlp_target_rows, "memory": mlp_memory_rows, "experts": expert_rows,
         "expert memory": expert_memory_rows,
     },
-    "measurements/attention.md": {"times": attention_rows},
+    "measurements/attention.md": {"times": attention_rows, "masks": attention_mask_rows},
     "measurements/parallel.md": {"times": sharded_rows},
     "measurements/training_steps.md": {"llama": llama_rows, "block": block_rows, "olmoe": olmoe_rows, "trl": trl_rows},
 }  # fmt: skip

@@ -157,7 +157,10 @@ def test_a_command_without_arguments_prints_its_help(words, capsys):
 @pytest.mark.parametrize(
     "words, message",
     [
-        ("explain rms_norm 4x4 --dytpe fp16", "explain: unrecognized arguments: --dytpe fp16; did you mean --dtype or --bias-dtype?"),
+        (
+            "explain rms_norm 4x4 --dytpe fp16",
+            "explain: unrecognized arguments: --dytpe fp16; did you mean --dtype or --bias-dtype?",
+        ),
         ("cache clear --slate", "cache: unrecognized arguments: --slate; did you mean --stale?"),
         ("cache clear --stal", "cache: unrecognized arguments: --stal; did you mean --stale?"),
         ("--verison", "quackish: unrecognized arguments: --verison; did you mean --version?"),

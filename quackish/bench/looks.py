@@ -23,6 +23,8 @@ LOOKS = {
     "torch-fp32": ("PyTorch, fp32 logits", "#555555"),
     "torch-chunked": ("PyTorch, chunked", "#b0b0b0"),
     "torch-cute": ("PyTorch, its CuTe kernel", "#c0a080"),
+    "flex": ("FlexAttention", "#2f7f86"),
+    "fa4": ("FlashAttention 4", "#1b2a6b"),
     "transformers": ("Transformers", "#b8860b"),
 }
 _OTHERS = ("#8c564b", "#e377c2", "#17becf", "#5c4bb5")  # colors of the user's own providers
