@@ -153,6 +153,9 @@ def differs(got: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> 
     for i, (a, b) in enumerate(zip(got, expected, strict=True)):
         if same_bits(a, b):  # or both None, which depends only on the problem
             continue
+        infinite = b.isinf()  # lse of rows without keys
+        if torch.equal(a[infinite], b[infinite]):
+            a, b = a.masked_fill(infinite, 0), b.masked_fill(infinite, 0)
         eps = torch.finfo(b.dtype).eps
         # fp32 sums over thousands of elements in another order; rounded to 16 bits, they differ by one step at most
         norm, worst = (64 * eps, 1024 * eps) if b.dtype == torch.float32 else (eps, 4 * eps)
