@@ -129,6 +129,7 @@ LOSSES = [
 ]  # fmt: skip
 LOSS_PROVIDERS = {
     "quackish": "quackish", '`"recompute"`': "quackish-recompute", "QuACK, fastest": "quack*", "Liger": "liger",
+    "Liger, Hopper kernels": "liger-cute-sm90",
     "cut-cross-entropy": "cce", "torch.compile": "torch-compile", "PyTorch": "torch",
 }  # fmt: skip
 HEADLINE = dict(shape="8192x4096x128256", data="normal", ignored="0.0")

@@ -41,7 +41,8 @@ def operation(card: str, cell: Cell, ours: str = OURS, same_memory: bool = False
     mine = Time(*points[ours])
     pytorch = [Time(*p) for n, p in points.items() if library(n) in ("torch", "transformers")]
     others = [n for n in points if not is_ours(n) and library(n) not in ("torch", "transformers")]
-    others = [Time(*points[n], title_of(library(n))) for n in others]
+    # Liger's kernels for Hopper are not its default.
+    others = [Time(*points[n], title_of(n if library(n) == "liger" else library(n))) for n in others]
     if same_memory:
         return mine, min(time for time in others if time.gb <= mine.gb), None
     return mine, min(others), min(pytorch)

@@ -18,7 +18,7 @@ from quackish.gpu import B200, H200
 ROOT = Path(__file__).parents[1]
 DOCS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", *DOCS)
-MOST_WORDS = {"all": 1060, "prose": 640}  # of the README; prose is all but code and tables
+MOST_WORDS = {"all": 1080, "prose": 640}  # of the README; prose is all but code and tables
 
 # A fenced Python block, and the HTML comment before it if there is one: "gpu" (not run here), or "from: FILE".
 BLOCK = re.compile(r"(?:^<!-- (?P<mark>[^\n]*?) -->\n)?^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
