@@ -8,9 +8,8 @@ def _is_command() -> bool:
     """True in `quackish` and `python -m quackish`, also while `-m` imports the package and sys.argv[0] is "-m"."""
     if not sys.argv or len(sys.orig_argv) < len(sys.argv):
         return False
-    started = sys.orig_argv[
-        -len(sys.argv)
-    ]  # processes that a command starts have its sys.argv, but their own words here
+    # Processes that a command starts have its sys.argv, but their own words here.
+    started = sys.orig_argv[-len(sys.argv)]
     if sys.argv[0] == "-m":
         return started in ("quackish", "-mquackish")
     return sys.argv[0] == started and PurePath(started).name in ("quackish", "quackish.exe")

@@ -27,7 +27,7 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Without arguments, one that needs some prints its help. A result's `parser` is that of the chosen command."""
+    """Prints its help if it gets no arguments but needs some. A result has the chosen command's parser in `parser`."""
 
     def __init__(self, **options: Any):
         super().__init__(**options, formatter_class=_Formatter, allow_abbrev=False)

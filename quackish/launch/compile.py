@@ -60,7 +60,7 @@ class Obtained(NamedTuple):
 
 
 def obtain(request: Request, announce: bool = False) -> Obtained:
-    """The object from disk, else compiled. Call with `lock` held. `announce` tells a user who waits for it."""
+    """Loads the object from disk, or compiles it. Call with `lock` held. `announce` tells the user who waits for it."""
     identity = cache.identity(*request)
     if (data := cache.load(request.kernel_class, identity)) is not None:
         counters.disk_loads += 1
