@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils.checkpoint import checkpoint
 
 import quackish
@@ -132,6 +133,29 @@ def test_plain_calls_are_pytorchs(monkeypatch):
     assert len(called) == 1
     with pytest.raises(UnsupportedError, match="a call without bias and mask runs PyTorch's own kernels"):
         attention(q, k, v, backend="cute")
+
+
+@pytest.mark.parametrize("of", [causal_upper_left, causal_lower_right])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_causal_bias_is_pytorchs(of, compiled):
+    """Its elements are uninitialized memory."""
+    torch.compiler.reset()
+    q, k, v = (t.detach() for t in case(2, 2, 5, 9, 8, dtype=FP32).values())
+    function = torch.compile(attention, fullgraph=True, backend="aot_eager") if compiled else attention
+    keep = torch.ones(5, 9, dtype=torch.bool).tril(0 if of is causal_upper_left else 4)
+    want = F.scaled_dot_product_attention(q, k, v, keep)
+    torch.testing.assert_close(function(q, k, v, of(5, 9)), want)
+
+
+@pytest.mark.parametrize(
+    "option", [dict(attn_bias=torch.zeros(5, 9)), dict(return_lse=True), dict(backend="reference")]
+)
+def test_causal_bias_is_refused_beside_other_options(option):
+    q, k, v = (t.detach() for t in case(2, 2, 5, 9, 8, dtype=FP32).values())
+    with pytest.raises(
+        UnsupportedError, match="attn_mask is a CausalBias, which only PyTorch's own function takes; exp"
+    ):
+        attention(q, k, v, causal_lower_right(5, 9), **option)
 
 
 def test_inputs_edited_before_backward():

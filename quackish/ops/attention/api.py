@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from quackish.errors import UnsupportedError
 from quackish.ops.attention.autograd import attention
-from quackish.ops.attention.checks import WHO, check
+from quackish.ops.attention.checks import WHO, check, is_causal_bias
 from quackish.ops.device import refuse_portable
 from quackish.ops.modes import is_transformed
 from quackish.types import Backend
@@ -52,6 +52,7 @@ def scaled_dot_product_attention(
         query: (..., Hq, Lq, D) bf16, fp16, fp32 or fp64, any strides.
         key, value: (..., Hk, Lk, D) and (..., Hk, Lk, Dv). Hk is Hq, or with enable_gqa a divisor of it.
         attn_mask: bool, True for keys that take part, or an additive bias; (..., Hq, Lq, Lk) or 1 in any dimension.
+            torch.nn.attention.bias.CausalBias counts as no mask: only PyTorch's own function takes it.
         dropout_p: 0.0.
         is_causal: key j takes part in row i if j <= i; beside a mask and a bias too.
         scale: D**-0.5 unless given.
@@ -75,17 +76,24 @@ def scaled_dot_product_attention(
         UnsupportedError: dropout; backend="cute" and no kernel covers the call; torch.func and forward-mode AD.
         RuntimeError: backward with create_graph=True, or after an argument was modified in place.
     """
+    causal_bias = is_causal_bias(attn_mask)
     call = check(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, attn_bias, window, softcap,
-        return_lse, backend,
+        query, key, value, None if causal_bias else attn_mask, dropout_p, is_causal, scale, enable_gqa, attn_bias,
+        window, softcap, return_lse, backend,
     )  # fmt: skip
-    is_plain_call = attn_mask is None and attn_bias is None and window is None and softcap is None and not return_lse
+    has_mask = attn_mask is not None and not causal_bias
+    is_plain_call = not has_mask and attn_bias is None and window is None and softcap is None and not return_lse
     if is_plain_call and backend != "reference":
         remedy = ' Expected backend="auto".' if backend == "cute" else ""
         why = f"{WHO}: a call without bias and mask runs PyTorch's own kernels.{remedy}"
         refuse_portable(why, query.device, backend)
         return functional.scaled_dot_product_attention(
-            query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+            query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if causal_bias:
+        raise UnsupportedError(
+            f"{WHO}: attn_mask is a CausalBias, which only PyTorch's own function takes; expected a bool mask or "
+            'is_causal=True beside attn_bias, window, softcap, return_lse and backend="reference"'
         )
     if is_transformed():
         raise UnsupportedError(f"{WHO}: torch.func transforms and forward-mode AD are not supported")

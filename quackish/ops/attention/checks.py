@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quackish.errors import UnsupportedError, check_bool, describe
 from quackish.ops.arguments import check_backend, check_number, check_tensor
-from quackish.ops.modes import autocast_dtype
+from quackish.ops.modes import are_plain, autocast_dtype
 from quackish.reference.attention import Inputs, Options
 
 WHO = "scaled_dot_product_attention"
@@ -66,6 +66,15 @@ def check(
     q, k, v = (_four(t if t.dtype is dtype else t.to(dtype)) for t in (query, key, value))
     options = Options(float(scale), None if softcap is None else float(softcap), left, right)
     return Call(Inputs(q, k, v, bias, mask), options, (*lead, query.shape[-2], value.shape[-1]))
+
+
+def is_causal_bias(mask: Any) -> bool:
+    """True for torch.nn.attention.bias.CausalBias: a variant without elements, which only PyTorch's function reads."""
+    if are_plain((mask,)):
+        return False
+    from torch.nn.attention.bias import CausalBias  # takes 2 s, because it imports the compiler
+
+    return isinstance(mask, CausalBias)
 
 
 def _check_tensors(**tensors: Any) -> None:
