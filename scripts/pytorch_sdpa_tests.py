@@ -72,18 +72,16 @@ _pytorch = functional.scaled_dot_product_attention
 _stay_pytorchs = "math"  # or "all" or "none"
 
 
+@torch.compiler.assume_constant_result  # torch.compile calls it while it traces
 def _count(what: str) -> None:
     _calls[what] += 1
 
 
+@torch.compiler.assume_constant_result
 def _stays_pytorchs() -> bool:
     cuda = torch.backends.cuda
     fused = cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()
     return _stay_pytorchs == "all" or (_stay_pytorchs == "math" and cuda.math_sdp_enabled() and not fused)
-
-
-for _function in (_count, _stays_pytorchs):  # torch.compile calls them while it traces
-    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _replacement(*args: Any, **kwargs: Any) -> Any:
@@ -116,9 +114,8 @@ def load(path: Path) -> types.ModuleType:
     os.environ["PYTORCH_TESTING_DEVICE_ONLY_FOR"] = "cuda" if torch.cuda.is_available() else "cpu"
     os.environ["PYTORCH_PRINT_REPRO_ON_FAILURE"] = "0"
     sys.argv = sys.argv[:1]  # torch.testing reads them
-    if importlib.util.find_spec("expecttest") is None:  # these tests need nothing of its TestCase
-        sys.modules["expecttest"] = types.ModuleType("expecttest")
-        sys.modules["expecttest"].TestCase = unittest.TestCase  # type: ignore[attr-defined]
+    if importlib.util.find_spec("expecttest") is None:  # these tests need only its base class
+        sys.modules["expecttest"] = types.SimpleNamespace(TestCase=unittest.TestCase)  # type: ignore[assignment]
     spec = importlib.util.spec_from_file_location("test_transformers", path)
     module = sys.modules["test_transformers"] = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
     spec.loader.exec_module(module)  # type: ignore[union-attr]
@@ -157,10 +154,14 @@ def _tests(suite: Iterable) -> Iterator[Any]:
         yield from _tests(item) if isinstance(item, unittest.TestSuite) else (item,)
 
 
-def _print_table(title: str, rows: dict[str, collections.Counter[str]]) -> None:
-    print(f"\n| {title} | {' | '.join(OUTCOMES)} |\n|{' --- |' * (len(OUTCOMES) + 1)}")
-    for name, row in sorted(rows.items()):
-        print(f"| {name} | {' | '.join(str(row[outcome]) for outcome in OUTCOMES)} |")
+def _print_tables(counts: collections.Counter[tuple[str, str]]) -> None:
+    """counts: of tests, by name and outcome; the names of classes have no dot."""
+    names = sorted({name for name, _ in counts})
+    for title, rows in ("test", [n for n in names if "." in n]), ("class", [n for n in names if "." not in n]):
+        print(f"\n| {title} | {' | '.join(OUTCOMES)} |\n|{' --- |' * (len(OUTCOMES) + 1)}")
+        for name in rows:
+            print(f"| {name} | {' | '.join(str(counts[name, outcome]) for outcome in OUTCOMES)} |")
+    print("\n".join(["", *(f"{count} {what}" for what, count in sorted(_calls.items()))]))
 
 
 def main() -> int:
@@ -174,26 +175,25 @@ def main() -> int:
     replace()
     warnings.simplefilter("ignore", quackish.PortablePathWarning)
     module = load(args.path)
-    functions: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    classes: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    problems = []
-    for test in _tests(unittest.defaultTestLoader.loadTestsFromModule(module)):
-        name = test._testMethodName
-        if not re.search(args.k, name):
-            continue
-        reason = next((why for start, why in NOT_APPLICABLE.items() if re.match(start, name)), None)
-        outcome, message = (EXCLUDED, "") if DROPOUT.search(name) else run(test, reason)
-        if outcome == PASSED and reason:
-            problems.append(f"{name} passes, but NOT_APPLICABLE has it: {reason}")
-        elif outcome in (FAILED, BOTH_FAIL):
-            problems.append(f"{name} {outcome}: {message}")
-        function = getattr(test, name).__func__.__qualname__
-        functions[function][outcome] += 1
-        classes[function.split(".")[0]][outcome] += 1
-    _print_table("test", functions)
-    _print_table("class", classes)
-    print("\n".join(["", *(f"{count} {what}" for what, count in sorted(_calls.items())), *problems]))
-    return int(not _calls[CALL] or any(f" {BOTH_FAIL}: " not in problem for problem in problems))
+    counts: collections.Counter[tuple[str, str]] = collections.Counter()
+    code = 0
+    try:
+        for test in _tests(unittest.defaultTestLoader.loadTestsFromModule(module)):
+            name = test._testMethodName
+            if not re.search(args.k, name):
+                continue
+            reason = next((why for start, why in NOT_APPLICABLE.items() if re.match(start, name)), None)
+            outcome, message = (EXCLUDED, "") if DROPOUT.search(name) else run(test, reason)
+            if outcome == PASSED and reason:
+                outcome, message = FAILED, f"it passes, but NOT_APPLICABLE has it: {reason}"
+            if message:
+                print(f"{name} {outcome}: {message}", flush=True)
+            code |= outcome == FAILED
+            function = getattr(test, name).__func__.__qualname__
+            counts.update([(function, outcome), (function.split(".")[0], outcome)])
+    finally:  # also after Ctrl-C
+        _print_tables(counts)
+    return int(code or not _calls[CALL])
 
 
 if __name__ == "__main__":

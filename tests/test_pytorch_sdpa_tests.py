@@ -63,15 +63,15 @@ GOOD = """
 4 calls of quackish
 3 calls that stay PyTorch's
 2 portable path, forward
-test_good_but_broken fails with PyTorch's function: AssertionError: None
 """
+BROKEN = "test_good_but_broken fails with PyTorch's function: AssertionError: None\n"
 
 
 @pytest.mark.parametrize(
     "select, code, parts",
     [
-        ("good", 0, [GOOD]),
-        ("bad", 1, ["\ntest_bad failed: ", "\ntest_invalid_inputs_bad passes, but NOT_APPLICABLE has it: "]),
+        ("good", 0, [BROKEN, GOOD]),
+        ("bad", 1, ["test_bad failed: ", "test_invalid_inputs_bad failed: it passes, but NOT_APPLICABLE has it: "]),
         ("without_a_call", 1, ["| TestSDPA | 0 | 0 | 0 | 0 | 1 | 0 |"]),
     ],
 )
