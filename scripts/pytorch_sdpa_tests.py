@@ -4,7 +4,7 @@
 usage: python scripts/pytorch_sdpa_tests.py [test_transformers.py] [-k REGEX]
 
 The file is PyTorch's test/test_transformers.py, unmodified. Without a path, the file of the installed version is
-downloaded from GitHub. With a GPU, the tests for CUDA run, else those for the CPU, which take an hour on one core.
+downloaded from GitHub. With a GPU, the tests for CUDA run, else those for the CPU: about an hour on one core.
 
 `torch.nn.functional.scaled_dot_product_attention` is replaced, for torch.nn's modules too. Calls that allow only
 PyTorch's math backend stay PyTorch's, because tests compare with them. A test without other calls runs again with these
