@@ -189,10 +189,7 @@ def _lce_clear(p: lce_cublas.LceClearProblem, s: Sizes) -> Work:
     return _returns_at_once("writes the ignored rows, if any")
 
 
-_SKIP_EMPTY_TILES = (attention.AttentionForwardProblem, attention.AttentionBiasProblem)
-
-
-def _attention(p: attention.AttentionProblem, s: Sizes, matmuls: int, rows: int, dbias: int = 0) -> Work:
+def _attention(p: attention.AttentionProblem, s: Sizes, matmuls: int, rows: int) -> Work:
     """matmuls: of Lq x Lk x d. rows: tensors like q that are read and written, besides k and v."""
     scores = s["batch"] * s["heads"] * s["num_q"] * s["num_k"]
     of_bias, of_mask = (_matrices(s, of) * s["num_q"] * s["num_k"] for of in ("bias", "mask"))
@@ -200,8 +197,8 @@ def _attention(p: attention.AttentionProblem, s: Sizes, matmuls: int, rows: int,
     read = of_bias * _bytes(p.bias_dtype) + of_mask * p.mask + (rows - 1) * of_q + 2 * of_k // s["group"]
     notes = ["fewer bytes of a bias or mask that is the same for all queries or keys"] * (of_bias + of_mask > 0)
     notes += ["less work with causality or a window"] * p.band
-    notes += ["less work where a mask leaves a tile empty"] * (p.mask and isinstance(p, _SKIP_EMPTY_TILES))
-    return Work(read, of_q + scores * dbias, 2 * matmuls * scores * s["d"], "; ".join(notes))
+    notes += ["less work where a mask leaves a tile empty"] * p.mask
+    return Work(read, of_q, 2 * matmuls * scores * s["d"], "; ".join(notes))
 
 
 def _attention_mask(p: attention.AttentionMaskProblem, s: Sizes) -> Work:
@@ -214,14 +211,27 @@ def _attention_fwd(p: attention.AttentionForwardProblem, s: Sizes) -> Work:
     return _attention(p, s, matmuls=2, rows=2)  # q, o
 
 
-def _attention_bwd_queries(p: attention.AttentionQueriesProblem, s: Sizes) -> Work:
-    return _attention(p, s, matmuls=3, rows=4, dbias=_bytes(p.bias_dtype) if p.dbias else 0)  # q, o, do, dq
+def _attention_bwd_rows(p: attention.AttentionRowsProblem, s: Sizes) -> Work:
+    rows = s["batch"] * s["heads"] * s["num_q"]
+    return Work(rows * (2 * s["d"] * _bytes(p.dtype) + 4 + 4 * p.dlse), 8 * rows, 2 * rows * s["d"])
 
 
 def _attention_bwd_keys(p: attention.AttentionKeysProblem, s: Sizes) -> Work:
     work = _attention(p, s, matmuls=4, rows=3)  # q, do
     of_k = s["batch"] * s["heads"] // s["group"] * s["num_k"] * s["d"] * _bytes(p.dtype)
-    return dataclasses.replace(work, bytes_written=2 * of_k)  # dk, dv
+    dbias = s["batch"] * s["heads"] * s["num_q"] * s["num_k"] * _bytes(p.bias_dtype) if p.dbias else 0
+    return dataclasses.replace(work, bytes_written=2 * of_k + dbias)  # dk, dv
+
+
+def _attention_bwd_queries(p: attention.AttentionQueriesProblem, s: Sizes) -> Work:
+    return _attention(p, s, matmuls=3, rows=3)  # q, do, dq
+
+
+def _attention_bwd_product(p: attention.AttentionProductProblem, s: Sizes) -> Work:
+    work = _attention(p, s, matmuls=1, rows=1)  # dq
+    ds, v = (s["batch"] * heads * s["num_k"] * columns * _bytes(p.dtype)
+             for heads, columns in ((s["heads"], s["num_q"]), (s["heads"] // s["group"], s["d"])))  # fmt: skip
+    return dataclasses.replace(work, bytes_read=work.bytes_read + ds - v)
 
 
 def _attention_bwd_bias(p: attention.AttentionBiasProblem, s: Sizes) -> Work:
@@ -256,8 +266,9 @@ _ATTENTION = ("batch", "heads", "group", "num_q", "num_k", "d")
 # Kernels that compute scores, and the arguments that they write. `sizes_of` also gives the sizes of bias and mask.
 ATTENTION_RESULTS = {
     "attention_fwd": ("o", "lse"),
-    "attention_bwd_queries": ("stats", "dq", "dbias"),
-    "attention_bwd_keys": ("dk", "dv"),
+    "attention_bwd_keys": ("dk", "dv", "dbias"),
+    "attention_bwd_queries": ("dq",),
+    "attention_bwd_product": ("dq",),
     "attention_bwd_bias": ("dbias",),
 }
 KERNELS = {
@@ -267,8 +278,10 @@ KERNELS = {
     "grouped_gemm": Kernel(("rows", "m", "n", "k", "groups"), _grouped_gemm),
     "attention_mask": Kernel(("batches", "heads", "rows", "columns"), _attention_mask),
     "attention_fwd": Kernel(_ATTENTION, _attention_fwd),
-    "attention_bwd_queries": Kernel(_ATTENTION, _attention_bwd_queries),
+    "attention_bwd_rows": Kernel(("batch", "heads", "num_q", "d"), _attention_bwd_rows),
     "attention_bwd_keys": Kernel(_ATTENTION, _attention_bwd_keys),
+    "attention_bwd_queries": Kernel(_ATTENTION, _attention_bwd_queries),
+    "attention_bwd_product": Kernel(_ATTENTION, _attention_bwd_product),
     "attention_bwd_bias": Kernel((*_ATTENTION, "parts"), _attention_bwd_bias),
     "token_rows": Kernel({"tokens": -3, "k": -2}, _token_rows),
     "lce_compact": Kernel(("v", "m"), _lce_compact),

@@ -11,7 +11,10 @@ from quackish.configs.attention import (
     AttentionKeysProblem,
     AttentionMaskConfig,
     AttentionMaskProblem,
+    AttentionProductProblem,
     AttentionQueriesProblem,
+    AttentionRowsConfig,
+    AttentionRowsProblem,
     attention_config,
     attention_why_illegal,
     bias_parts,
@@ -34,8 +37,15 @@ def problems():
     for fields in FIELDS:
         has_bias = fields.get("bias_dtype") is not None
         yield "attention_fwd", AttentionForwardProblem(**fields)
-        yield "attention_bwd_queries", AttentionQueriesProblem(**fields, dbias=has_bias, dlse=has_bias)
-        yield "attention_bwd_keys", AttentionKeysProblem(**fields)
+        yield "attention_bwd_queries", AttentionQueriesProblem(**fields)
+        yield "attention_bwd_keys", AttentionKeysProblem(**fields, dbias=has_bias)
+        of_product = {name: fields.get(name, False) for name in ("mask", "band")}
+        yield (
+            "attention_bwd_product",
+            AttentionProductProblem(
+                fields["dtype"], fields["d"], None, True, of_product["mask"], False, of_product["band"]
+            ),
+        )
         if has_bias:
             yield "attention_bwd_bias", AttentionBiasProblem(**fields)
 
@@ -45,6 +55,11 @@ def test_compiles_without_spills(name, problem, gpu):
     check_compiles(name, problem, attention_config(problem, gpu), gpu)
 
 
+@pytest.mark.parametrize("dlse", [True, False])
+def test_rows_compile_without_spills(dlse):
+    check_compiles("attention_bwd_rows", AttentionRowsProblem(BF16, dlse), AttentionRowsConfig(), H200)
+
+
 @pytest.mark.parametrize("by_vectors", [True, False])
 def test_classes_compile_without_spills(by_vectors):
     check_compiles("attention_mask", AttentionMaskProblem(by_vectors), AttentionMaskConfig(), H200)
@@ -52,12 +67,12 @@ def test_classes_compile_without_spills(by_vectors):
 
 def test_measured_configs():
     """The fastest of those that an H200 ran: benchmarks/results/H200/attention.md."""
-    for d, forward, queries, keys in ((64, (128, 3), (64, 4), (64, 4)), (128, (64, 3), (64, 3), (64, 3))):
+    for d, forward, keys, product in ((64, (128, 3), (128, 2), (128, 4)), (128, (64, 3), (64, 3), (128, 3))):
         fields = dict(dtype=BF16, d=d, bias_dtype=BF16)
         of = {
             AttentionForwardProblem(**fields): forward,
-            AttentionQueriesProblem(**fields, dbias=True): queries,
-            AttentionKeysProblem(**fields): keys,
+            AttentionKeysProblem(**fields, dbias=True): keys,
+            AttentionProductProblem(BF16, d): product,
         }
         for problem, expected in of.items():
             assert attention_config(problem, H200) == AttentionConfig(2, *expected)
@@ -70,8 +85,8 @@ def test_every_problem_has_a_legal_config():
     ):
         fields = dict(dtype=BF16, d=d, bias_dtype=bias, bias_aligned=aligned, mask=mask, mask_aligned=mask_aligned,
                       band=band, softcap=softcap)  # fmt: skip
-        found = [AttentionForwardProblem(**fields), AttentionKeysProblem(**fields)]
-        found.append(AttentionQueriesProblem(**fields, dbias=bias is not None, dlse=True))
+        found = [AttentionForwardProblem(**fields), AttentionKeysProblem(**fields, dbias=bias is not None)]
+        found += [AttentionQueriesProblem(**fields), AttentionProductProblem(BF16, d, None, True, mask, False, band)]
         found += [AttentionBiasProblem(**fields)] * (bias is not None)
         for problem in found:
             assert attention_why_illegal(problem, attention_config(problem, H200), H200) is None

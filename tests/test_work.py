@@ -11,7 +11,9 @@ from quackish.configs.attention import (
     AttentionForwardProblem,
     AttentionKeysProblem,
     AttentionMaskProblem,
+    AttentionProductProblem,
     AttentionQueriesProblem,
+    AttentionRowsProblem,
 )
 from quackish.configs.choose import choose
 from quackish.configs.gemm import GemmProblem
@@ -50,8 +52,10 @@ SAMPLES = [
     ("grouped_gemm", GroupedGemmProblem("store", BF16, 64, FP32, accumulate=True)),
     ("attention_mask", AttentionMaskProblem(by_vectors=False)),
     ("attention_fwd", AttentionForwardProblem(BF16, 64, mask=True, mask_aligned=False)),
-    ("attention_bwd_queries", AttentionQueriesProblem(BF16, 64, FP32, dbias=True, dlse=True, softcap=True)),
-    ("attention_bwd_keys", AttentionKeysProblem(BF16, 64, BF16, band=True)),
+    ("attention_bwd_rows", AttentionRowsProblem(BF16, dlse=True)),
+    ("attention_bwd_keys", AttentionKeysProblem(BF16, 64, FP32, band=True, softcap=True, dbias=True)),
+    ("attention_bwd_queries", AttentionQueriesProblem(BF16, 64, FP32, softcap=True)),
+    ("attention_bwd_product", AttentionProductProblem(BF16, 64)),
     ("attention_bwd_bias", AttentionBiasProblem(BF16, 64, BF16)),
     ("token_rows", TokenRowsProblem("sum", 64, BF16)),
     ("lce_compact", LceCompactProblem("int64")),
@@ -219,12 +223,20 @@ def test_work_of_attention():
     assert counts("attention_fwd", AttentionForwardProblem(**fields)) == (
         nbytes(q, k, k) + scores, nbytes(q), 2 * product
     )  # fmt: skip
-    assert counts("attention_bwd_queries", AttentionQueriesProblem(**fields, dbias=True)) == (
-        nbytes(q, q, q, k, k) + scores, nbytes(q, bias), 3 * product
+    assert counts("attention_bwd_keys", AttentionKeysProblem(**fields, dbias=True)) == (
+        nbytes(q, q, k, k) + scores, nbytes(k, k, bias), 4 * product
     )  # fmt: skip
-    assert counts("attention_bwd_keys", AttentionKeysProblem(**fields)) == (
-        nbytes(q, q, k, k) + scores, nbytes(k, k), 4 * product
+    assert counts("attention_bwd_queries", AttentionQueriesProblem(**fields)) == (
+        nbytes(q, q, k, k) + scores, nbytes(q), 3 * product
     )  # fmt: skip
+    rows, lse = AttentionRowsProblem(BF16, dlse=True), torch.empty(batch, heads, num_q)
+    assert counts("attention_bwd_rows", rows) == (nbytes(q, q, lse, lse), nbytes(lse, lse), 2 * q.numel())
+    for name in ("bias_batch", "bias_heads", "mask_batch", "mask_heads"):
+        del sizes[name]
+    assert counts("attention_bwd_product", AttentionProductProblem(BF16, 64, mask=True, mask_aligned=False)) == (
+        nbytes(bias.to(torch.bfloat16), k), nbytes(q), product
+    )  # fmt: skip
+    sizes |= dict(bias_batch=batch, bias_heads=heads, mask_batch=batch, mask_heads=1)
     sizes["bias_batch"] = 1
     assert counts("attention_bwd_bias", AttentionBiasProblem(**fields)) == (
         nbytes(q, q, k, k, bias[:1], mask), 3 * nbytes(bias[:1]), 2 * product

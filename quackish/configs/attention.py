@@ -66,16 +66,17 @@ class ForwardArgs(NamedTuple):
     lse: Any = F32  # (B, Hq, Lq), written
 
 
-class QueriesArgs(NamedTuple):
-    scores: Any = ScoreArgs()
+class RowsArgs(NamedTuple):
     o: Any = None  # (B, Hq, Lq, d)
     do: Any = None  # as o
     lse: Any = F32  # (B, Hq, Lq)
     dlse: Any = None  # (B, Hq, Lq) fp32; if lse has a gradient
     stats: Any = ALIGNED_F32  # (2, B, Hq, stats_row), written: the shift of the scores in units of log2, and delta
     stats_row: Any = "int64"  # a multiple of 4
-    dq: Any = None  # as q, written
-    dbias: Any = None  # (B, Hq, Lq, Lk), written; with dbias
+    batch: Any = "int32"
+    heads: Any = "int32"  # Hq
+    num_q: Any = "int32"  # Lq
+    d: Any = "int32"
 
 
 class KeysArgs(NamedTuple):
@@ -85,6 +86,21 @@ class KeysArgs(NamedTuple):
     stats_row: Any = "int64"
     dk: Any = None  # (B, Hk, Lk, d), written
     dv: Any = None  # as dk
+    dbias: Any = None  # (B, Hq, Lq, Lk), written; with dbias
+
+
+class QueriesArgs(NamedTuple):
+    scores: Any = ScoreArgs()
+    do: Any = None  # (B, Hq, Lq, d)
+    stats: Any = ALIGNED_F32
+    stats_row: Any = "int64"
+    dq: Any = None  # as q, written
+
+
+class ProductArgs(NamedTuple):
+    scores: Any = ScoreArgs()  # without bias and mask
+    ds: Any = None  # (B, Hq, Lq, Lk)
+    dq: Any = None  # as q, written
 
 
 class BiasArgs(NamedTuple):
@@ -165,28 +181,59 @@ class AttentionForwardProblem(AttentionProblem):
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionQueriesProblem(AttentionProblem):
-    """dq, and dbias if the bias is not broadcast."""
+class AttentionRowsProblem:
+    """Two numbers per row for the other kernels of backward: the shift of its scores, and delta."""
 
-    dbias: bool = False
+    dtype: str
     dlse: bool = False
 
     @property
-    def args(self) -> QueriesArgs:
-        dbias = Strided(Ptr(self.bias_dtype, aligned=True)) if self.dbias else None
-        return QueriesArgs(
-            scores=self._scores(), o=self._operand(), do=self._operand(), dlse=F32 if self.dlse else None,
-            dq=self._operand(), dbias=dbias,
-        )  # fmt: skip
+    def args(self) -> RowsArgs:
+        operand = Strided(Ptr(self.dtype, aligned=True))
+        return RowsArgs(o=operand, do=operand, dlse=F32 if self.dlse else None)
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionRowsConfig:
+    threads: int = 256  # per CTA
+    lanes: int = 16  # per row; each has 8 columns
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionKeysProblem(AttentionProblem):
-    """dk and dv."""
+    """dk and dv, and dbias if the bias is not broadcast."""
+
+    dbias: bool = False
+
+    @property
+    def ds_is_dbias(self) -> bool:
+        """True if dbias holds ds as dq and dk are computed from it."""
+        return self.dbias and self.bias_dtype == self.dtype and not self.softcap
 
     @property
     def args(self) -> KeysArgs:
-        return KeysArgs(scores=self._scores(), do=self._operand(), dk=self._operand(), dv=self._operand())
+        dbias = Strided(Ptr(self.bias_dtype, aligned=True)) if self.dbias else None
+        return KeysArgs(
+            scores=self._scores(), do=self._operand(), dk=self._operand(), dv=self._operand(), dbias=dbias
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionQueriesProblem(AttentionProblem):
+    """dq, with ds computed again."""
+
+    @property
+    def args(self) -> QueriesArgs:
+        return QueriesArgs(scores=self._scores(), do=self._operand(), dq=self._operand())
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionProductProblem(AttentionProblem):
+    """dq from ds in memory. With a mask only the classes of its blocks are read; `mask_aligned` is False."""
+
+    @property
+    def args(self) -> ProductArgs:
+        return ProductArgs(scores=self._scores()._replace(mask=None), ds=self._operand(), dq=self._operand())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,11 +269,12 @@ class AttentionConfig:
 
 
 # Per kernel: tiles kept by a warp group, and loaded per stage, of d columns in 16 bits
-_OWN = {"forward": 1, "queries": 2, "keys": 2, "bias": 0}
-_LOADED = {"forward": 2, "queries": 2, "keys": 2, "bias": 2}
+_OWN = {"forward": 1, "queries": 2, "product": 1, "keys": 2, "bias": 0}
+_LOADED = {"forward": 2, "queries": 2, "product": 1, "keys": 2, "bias": 2}
 _KIND = {
     AttentionForwardProblem: "forward",
     AttentionQueriesProblem: "queries",
+    AttentionProductProblem: "product",
     AttentionKeysProblem: "keys",
     AttentionBiasProblem: "bias",
 }
@@ -241,11 +289,11 @@ def attention_smem_bytes(problem: AttentionProblem, config: AttentionConfig) -> 
         stage += scores * (4 if problem.bias_dtype == "float32" else 2)
     if problem.mask_by_tma:
         stage += scores
-    if kind == "queries":  # shift and delta of its rows, and dbias before it is stored
-        total += 8 * rows
-        total += 2 * scores if getattr(problem, "dbias", False) and problem.bias_dtype != "float32" else 0
-    if kind == "keys":  # shift and delta of the loaded rows
+    if kind == "product":  # ds
+        stage += 2 * scores
+    if kind == "keys":  # shift and delta of the loaded rows, and dbias before it is stored
         stage += 8 * config.tile
+        total += 2 * scores if getattr(problem, "dbias", False) and problem.bias_dtype != "float32" else 0
     if kind == "bias":  # both sides are loaded
         stage += 2 * rows * problem.d * 2 + 8 * rows
     return total + config.num_stages * stage
@@ -262,7 +310,8 @@ def _registers(problem: AttentionProblem, config: AttentionConfig) -> int:
     live = {
         "forward": tile // 2 + tile // 4 + d // 2 + 40 + tile * unaligned,
         "queries": tile + tile // 4 + d // 2 + 40 + tile // 4 * unaligned,
-        "keys": tile + tile // 2 + d + 16 + 8 * (problem.mask or not problem.bias_aligned),
+        "product": d // 2 + 40,
+        "keys": tile + tile // 4 + d + 16 + 8 * (problem.mask or not problem.bias_aligned),
         "bias": tile + tile // 2 + 40 + 16 * is_complex,
     }[kind]
     return live + (tile // 2 if problem.softcap and kind in ("queries", "keys") else 0)
@@ -291,7 +340,7 @@ def attention_why_illegal(problem: AttentionProblem, config: AttentionConfig, gp
     return None
 
 
-TILES = {"forward": (128, 64), "queries": (128, 64), "keys": (64, 32), "bias": (128, 64)}
+TILES = {"forward": (128, 64), "queries": (128, 64), "product": (128, 64), "keys": (128, 64, 32), "bias": (128, 64)}
 
 
 # (tile, smallest number of stages), the best first. H200, bf16, B 4, H 16, L 2048, bias (B, H, L, L), median ms:
@@ -301,7 +350,8 @@ _PREFERRED = {
     # d 64: (2, 64, 4) 0.356, (3, 64, 3) 0.375, (2, 128, 2) 0.376; d 128: (2, 64, 3) 0.513, (2, 64, 2) 0.565
     "queries": ((128, 3), (64, 2), (64, 1)),
     # d 64: (2, 64, 4) 0.330, (2, 64, 3) 0.336, (2, 32, 6) 0.392; d 128: (2, 64, 3) 0.567, (2, 32, 4) 0.569
-    "keys": ((64, 2), (64, 1), (32, 2)),
+    "keys": ((128, 2), (64, 2), (64, 1), (32, 2)),
+    "product": ((128, 2), (64, 2)),
     # other configs were not measured
     "bias": ((128, 2), (64, 2), (64, 1)),
 }

@@ -58,13 +58,15 @@ RULES: dict[str, dict[str, Rule]] = {
         ),
     },
     "attention_fwd": {"sm_90": _ATTENTION},
-    "attention_bwd_queries": {"sm_90": _ATTENTION},
     "attention_bwd_keys": {"sm_90": _ATTENTION},
+    "attention_bwd_queries": {"sm_90": _ATTENTION},
+    "attention_bwd_product": {"sm_90": _ATTENTION},
     "attention_bwd_bias": {"sm_90": _ATTENTION},
 }
 # Kernels with one config per problem, which cannot be tuned or forced: (class of its problems, problem -> config)
 FIXED: dict[str, tuple[type, Callable[[Any], Any]]] = {
     "attention_mask": (attention.AttentionMaskProblem, lambda problem: attention.AttentionMaskConfig()),
+    "attention_bwd_rows": (attention.AttentionRowsProblem, lambda problem: attention.AttentionRowsConfig()),
     "token_rows": (token_rows.TokenRowsProblem, token_rows.token_rows_config),
     "lce_compact": (lce_rows.LceCompactProblem, lambda problem: lce_rows.LceCompactConfig()),
     "lce_gather": (lce_rows.LceGatherProblem, lce_rows.lce_gather_config),
@@ -86,8 +88,9 @@ NAMES = {
     **dict.fromkeys(("lce_logits", "lce_dlogits", "lce_dx", "lce_dw"), "lce_gemm"),
     "grouped_gemm": "grouped_gemm",
     "attention_forward": "attention_fwd",
-    "attention_backward_queries": "attention_bwd_queries",
     "attention_backward_keys": "attention_bwd_keys",
+    "attention_backward_queries": "attention_bwd_queries",
+    "attention_backward_product": "attention_bwd_product",
     "attention_backward_bias": "attention_bwd_bias",
 }
 _GEMMS = {"softmax": "lce_logits", "dlogits": "lce_dlogits", "rows": "lce_dx", "store": "lce_dx"}

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quackish.configs.attention import AttentionProblem, Strided
+from quackish.configs.attention import AttentionProblem, AttentionProductProblem, Strided
 from quackish.ops.attention.kernel_steps import AttentionSteps
 from quackish.ops.device import Device, require_device
 from quackish.reference.attention import Inputs, Options
@@ -26,15 +26,14 @@ def attention(
     steps = _Recorder(on, p)
     classes = steps.classes(inputs.mask)
     out, lse = steps.forward(inputs, options, classes)
-    dlse = torch.randn_like(lse) if getattr(p, "dlse", False) else None
     do = torch.randn(out.shape, dtype=out.dtype, device=device)
     is_broadcast = bias is not None and bias.shape[:2] != q.shape[:2]
-    need_dbias = is_broadcast or getattr(p, "dbias", False)
-    steps.backward(do, dlse, out, lse, inputs, options, need_dbias, classes)
+    need_dbias = is_broadcast or isinstance(p, AttentionProductProblem) or getattr(p, "dbias", False)
+    steps.backward(do, None, out, lse, inputs, options, need_dbias, classes)
     args = steps.args
     assert args is not None, (p, steps.problems)
     written = tuple(steps.memory_at(getattr(args, name)) for name in ATTENTION_RESULTS[kernel])
-    held = inputs, do, dlse, steps  # the memory that `args` has addresses of
+    held = inputs, do, steps  # the memory that `args` has addresses of
 
     def make() -> Callable[[], tuple[Tensor | None, ...]]:
         launch = on.kernel_for(kernel, p, on.gpu).launch
@@ -87,7 +86,8 @@ def _inputs(p: AttentionProblem, sizes: Mapping[str, int], device: torch.device)
 
     q = torch.randn(batch, heads, num_q, d, dtype=dtype, device=device)
     k, v = (torch.randn(batch, heads // sizes["group"], num_k, d, dtype=dtype, device=device) for _ in "kv")
-    bias = None if p.bias_dtype is None else scores("bias", getattr(torch, p.bias_dtype), p.bias_aligned)
+    bias_dtype = p.dtype if isinstance(p, AttentionProductProblem) else p.bias_dtype
+    bias = None if bias_dtype is None else scores("bias", getattr(torch, bias_dtype), p.bias_aligned)
     mask = None
     if p.mask:
         keep = scores("mask", torch.float32, p.mask_aligned)

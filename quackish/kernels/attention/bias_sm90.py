@@ -13,10 +13,9 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr, pipeline
 
-from quackish.configs.attention import BLOCK, BiasArgs, ScoreArgs
+from quackish.configs.attention import BLOCK, BiasArgs
 from quackish.kernels.common.attention import AttentionSm90, Block, Head, ScoreTiles, pair_rows
 from quackish.kernels.common.dependent_launch import after_previous
-from quackish.kernels.common.mask_walk import Tiles, first_of
 from quackish.kernels.common.memory import vector_at
 
 
@@ -123,37 +122,20 @@ class AttentionBiasSm90(AttentionSm90):
 
     @cute.jit
     def produce(self, atoms, score_atoms, sQ, sDO, sK, sV, tiles: ScoreTiles, sStats, sWalk, loaded, args: BiasArgs):
-        shared = [sQ, sDO, sK, sV, tiles, sStats]
+        loads = [atoms, score_atoms, [sQ, sDO, sK, sV, tiles, sStats]]
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.num_stages)
         begin, end, step = self.items(args)
         for i in cutlass.range(begin, end, step, unroll=1):
             item = self.item(i, args)
-            if const_expr(self.problem.mask):
-                for start in cutlass.range(item.first, item.last, 32, unroll=1):
-                    walk = self.tiles(start, item, args)
-                    to_do, full = walk.to_do, walk.full
-                    while to_do != 0:
-                        j, is_full = first_of(Tiles(start, to_do, full))
-                        head = self.head_at(j, args, item.head)
-                        self.acquire(loaded, state, self.stage_bytes, sWalk, j, is_full)
-                        self.load_head(atoms, score_atoms, shared, args.scores, item, head, loaded, state, is_full)
-                        state.advance()
-                        to_do = to_do & (to_do - 1)
-            else:
-                for j in cutlass.range(item.first, item.last, unroll=1):
-                    head = self.head_at(j, args, item.head)
-                    loaded.producer_acquire(state)
-                    self.load_head(atoms, score_atoms, shared, args.scores, item, head, loaded, state, None)
-                    state.advance()
+            state = self.load_item(loads, item, args, loaded, state, sWalk, 0)
         loaded.producer_tail(state)
 
     @cute.jit
-    def load_head(
-        self, atoms, score_atoms, shared, s: ScoreArgs, item: BiasItem, head: Head, loaded, state, is_full
-    ):  # fmt: skip
-        """Loads an item's tiles of a head that is summed."""
-        c = self.config
-        sQ, sDO, sK, sV, tiles, sStats = shared
+    def load_tile(self, loads, item: BiasItem, args: BiasArgs, n: Int32, loaded, state, is_full):
+        """Loads an item's tiles of the n-th head."""
+        c, s = self.config, args.scores
+        atoms, score_atoms, (sQ, sDO, sK, sV, tiles, sStats) = loads
+        head = self.head_at(n, args, item.head)
         barrier = loaded.producer_get_barrier(state)
         for a, to in ((0, sQ), (1, sDO)):
             part = self.part(atoms[a], to, self.of_head(atoms[a][1], head.query_head, head.batch), self.own)
@@ -184,15 +166,11 @@ class AttentionBiasSm90(AttentionSm90):
             item = self.item(i, args)
             q0 = item.tile_q * self.tile_q + wg * BLOCK
             block = Block(item.head, q0, item.tile_k * self.tile_k, BLOCK, self.tile_k, wg, thread)
-            last = item.last
-            if const_expr(self.problem.mask):
-                last = item.first + self.count(item, args)
             total.fill(0.0)
-            for i in cutlass.range(item.first, last, unroll=1):
+            for i in cutlass.range(item.first, self.last_of(item, args, 0), unroll=1):
                 loaded.consumer_wait(read)
-                j, is_full = i, None
-                if const_expr(self.problem.mask):
-                    j, is_full = self.told(sWalk, read.index)
+                # Reading a mask that is not aligned only where needed spills registers.
+                j, is_full = self.loaded_tile(sWalk, read.index, i, self.problem.mask_aligned)
                 own = read.index * c.num_wgs + wg
                 self.multiply(x, mmas, rQ[None, None, None, own], rK[None, None, None, read.index])
                 self.multiply(dp, mmas, rDO[None, None, None, own], rV[None, None, None, read.index])
@@ -203,8 +181,6 @@ class AttentionBiasSm90(AttentionSm90):
                 at = block
                 if const_expr(not (self.problem.bias_aligned and self.problem.mask_aligned)):
                     at = block._replace(head=self.head_at(j, args, item.head))
-                if const_expr(not self.problem.mask_aligned):
-                    is_full = None  # reading such a mask only where needed spills registers
                 self.scores(x, s, tiles, read.index, at, shift, None, is_full)
                 for v in cutlass.range_constexpr(cute.size(x)):
                     x[v] = cute.math.exp2(x[v], fastmath=True)

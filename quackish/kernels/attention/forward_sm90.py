@@ -10,9 +10,8 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr, pipeline
 
 from quackish.configs.attention import BLOCK, ForwardArgs, ScoreArgs
-from quackish.kernels.common.attention import AttentionSm90, Block, ScoreTiles, pair_rows
+from quackish.kernels.common.attention import AttentionSm90, Block, Item, ScoreTiles, pair_rows
 from quackish.kernels.common.dependent_launch import after_previous
-from quackish.kernels.common.mask_walk import Tiles, first_of
 from quackish.kernels.common.math import LN_2
 
 
@@ -94,33 +93,17 @@ class AttentionForwardSm90(AttentionSm90):
             k_part = self.part(atoms[1], sK, self.of_head(atoms[1][1], head.key_head, head.batch), self.other)
             v_part = self.part(atoms[2], sV, self.of_head(atoms[2][1], head.key_head, head.batch), self.other)
             parts = [k_part, v_part, *self.score_parts(score_atoms, tiles, s, head)]
-            if const_expr(self.problem.mask):
-                done = Int32(0)
-                for start in cutlass.range(item.first, item.last, 32, unroll=1):
-                    walk = self.tiles(start, item, args)
-                    to_do, full = walk.to_do, walk.full
-                    if (start + 32 >= item.last) & (done == 0) & (to_do == 0):
-                        to_do = Int32(1)  # an item has at least one tile
-                    while to_do != 0:
-                        n, is_full = first_of(Tiles(start, to_do, full))
-                        self.acquire(loaded, state, self.stage_bytes, sWalk, n, is_full)
-                        self.load_tile(atoms, score_atoms, parts, policies, item.tile, n, loaded, state, is_full)
-                        state.advance()
-                        to_do = to_do & (to_do - 1)
-                        done = Int32(1)
-            else:
-                for n in cutlass.range(item.first, item.last, unroll=1):
-                    loaded.producer_acquire(state)
-                    self.load_tile(atoms, score_atoms, parts, policies, item.tile, n, loaded, state, None)
-                    state.advance()
+            loads = [atoms, score_atoms, parts, policies]
+            state = self.load_item(loads, item, args, loaded, state, sWalk, 1)
         loaded.producer_tail(state)
 
     @cute.jit
-    def load_tile(self, atoms, score_atoms, parts, policies, tile: Int32, n: Int32, loaded, state, is_full):
-        """Loads tile n of k and v, and of bias and mask for a tile of queries."""
+    def load_tile(self, loads, item: Item, args: ForwardArgs, n: Int32, loaded, state, is_full):
+        """Loads tile n of k and v, and of bias and mask for an item's queries."""
+        atoms, score_atoms, parts, policies = loads
         barrier = loaded.producer_get_barrier(state)
         self.load(atoms[1], parts[0], n, 0, state.index, barrier)
-        self.load_scores(score_atoms, parts[2:], tile, n, state.index, barrier, policies, is_full)
+        self.load_scores(score_atoms, parts[2:], item.tile, n, state.index, barrier, policies, is_full)
         self.load(atoms[2], parts[1], n, 0, state.index, barrier)
 
     @cute.jit
@@ -150,26 +133,22 @@ class AttentionForwardSm90(AttentionSm90):
             top.fill(-Float32.inf)
             total.fill(0.0)
 
-            last = item.last
-            if const_expr(self.problem.mask):
-                last = item.first + cutlass.max(self.count(item, args), 1)
-
             # the first tile
             queries.consumer_wait(own)
             loaded.consumer_wait(read)
             self.multiply(x, qk_mmas, rQ, rK[None, None, None, read.index])
             cute.nvgpu.warpgroup.wait_group(0)
-            at, is_full = self.loaded_block(block, sWalk, read.index)
+            at, is_full = self.loaded_block(block, sWalk, read.index, item.first)
             self.scores(x, s, tiles, read.index, at, None, None, is_full)
             self.exponentials(x, top, total)
             self.round_to_operand(p, x)
             read.advance()
-            for n in cutlass.range(item.first + 1, last, unroll=1):
+            for n in cutlass.range(item.first + 1, self.last_of(item, args, 1), unroll=1):
                 loaded.consumer_wait(read)
                 self.multiply(x, qk_mmas, rQ, rK[None, None, None, read.index])
                 self.multiply(o, [pv_mma], p, rV[None, None, None, previous.index])
                 cute.nvgpu.warpgroup.wait_group(1)
-                at, is_full = self.loaded_block(block._replace(k0=n * self.tile_k), sWalk, read.index)
+                at, is_full = self.loaded_block(block, sWalk, read.index, n)
                 self.scores(x, s, tiles, read.index, at, None, None, is_full)
                 rescale = self.exponentials(x, top, total)
                 cute.nvgpu.warpgroup.wait_group(0)
@@ -188,13 +167,10 @@ class AttentionForwardSm90(AttentionSm90):
             own.advance()
 
     @cute.jit
-    def loaded_block(self, block: Block, sWalk, stage: Int32):
-        """(block, None), or with a mask (block with the keys of the loaded tile, `is_full` of `scores`)."""
-        if const_expr(sWalk is None):
-            return block, None
-        n, is_full = self.told(sWalk, stage)
-        if const_expr(not (self.problem.bias_aligned or self.problem.mask_aligned)):
-            is_full = None  # reading both from global memory, a branch around the mask spills registers
+    def loaded_block(self, block: Block, sWalk, stage: Int32, n: Int32):
+        """(block with the keys of the loaded tile, `is_full` of `scores`); without a mask it is tile n."""
+        # Reading both from global memory, a branch around the mask spills registers.
+        n, is_full = self.loaded_tile(sWalk, stage, n, self.problem.bias_aligned or self.problem.mask_aligned)
         return block._replace(k0=n * self.tile_k), is_full
 
     @cute.jit

@@ -1,23 +1,49 @@
-"""Backward of attention on Hopper, stationary in keys: dk and dv.
+"""Backward of attention on Hopper, stationary in keys: dk, dv, and the bias's gradient if it is not broadcast.
 
-    p = exp2(x - shift)    dv = p^T do    ds = p * (do v^T - delta)    dk = scale * ds^T q
+    p = exp2(x - shift)    dv = p^T do    ds = p * (do v^T - delta)    dk = scale * ds^T q    dbias = ds
 
 A CTA has `num_wgs` blocks of 64 keys and walks over the queries, of all query heads that share its key head. The
 accumulators of x and ds are transposed, so that they are operands of the second matmuls straight from registers.
 """
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Float32, Int32, const_expr, pipeline
+from cutlass import Float32, Int32, Int64, const_expr, pipeline
 
 from quackish.configs.attention import BLOCK, KeysArgs, ScoreArgs
-from quackish.kernels.common.attention import AttentionSm90, Block, Head, Item, ScoreTiles
+from quackish.kernels.common.arguments import DTYPES
+from quackish.kernels.common.attention import AttentionSm90, Block, Head
 from quackish.kernels.common.dependent_launch import after_previous
+from quackish.kernels.common.memory import vector_at
+from quackish.kernels.common.swizzled_tile import SwizzledTile
+
+
+class KeyItem(NamedTuple):
+    """A CTA's unit of work: a tile of keys, and tiles [first, last) of queries, those of one head after another."""
+
+    head: Head  # the first query head
+    tile: Int32
+    first: Int32
+    last: Int32
+    first_of_head: Int32  # the first tile of queries
+    per_head: Int32
 
 
 class AttentionKeysSm90(AttentionSm90):
     rows_are_queries = False
+
+    def __init__(self, problem, config):
+        super().__init__(problem, config)
+        self.staged = None  # dbias of a warp group before it is stored by TMA
+        if problem.dbias and problem.bias_dtype != "float32":
+            self.staged = SwizzledTile(DTYPES[problem.bias_dtype], self.tile_q, BLOCK)
+
+    @property
+    def stage_bytes(self) -> int:
+        return 2 * self.other.bytes + self.score_bytes + 8 * self.tile_q
 
     @cute.jit
     def __call__(self, args: KeysArgs, stream: CUstream):
@@ -30,10 +56,13 @@ class AttentionKeysSm90(AttentionSm90):
         dk_atom = self.store_atom(self.own, self.tensor(args.dk, s.num_k, s.d, heads_k, s.batch))
         dv_atom = self.store_atom(self.own, self.tensor(args.dv, s.num_k, s.d, heads_k, s.batch))
         stats_atom = self.stats_atom(args.stats, args.stats_row, s)
-        layouts = [self.own.layout(c.num_wgs), self.other.layout(c.num_stages)]
+        outputs, layouts = [dk_atom, dv_atom], [self.own.layout(c.num_wgs), self.other.layout(c.num_stages)]
+        if const_expr(self.staged is not None):
+            outputs.append(self.store_atom(self.staged, self.tensor(args.dbias, s.num_q, s.num_k, s.heads, s.batch)))
+            layouts.append(self.staged.layout(c.num_wgs))
         items = cute.ceil_div(s.num_k, self.tile_k) * heads_k * s.batch
         atoms = [k_atom, v_atom, q_atom, do_atom, stats_atom]
-        self.kernel(atoms, self.score_atoms(s), [dk_atom, dv_atom], args, layouts, self.score_layouts()).launch(
+        self.kernel(atoms, self.score_atoms(s), outputs, args, layouts, self.score_layouts()).launch(
             **self.launch_options(items, s, stream)
         )
 
@@ -48,12 +77,14 @@ class AttentionKeysSm90(AttentionSm90):
 
         # shared memory and barriers
         smem = cutlass.memory.SmemAllocator()
+        sWalk = self.allocate_walk(smem)
         sK, sV = self.own.allocate(smem, layouts[0]), self.own.allocate(smem, layouts[0])
         sQ, sDO = self.other.allocate(smem, layouts[1]), self.other.allocate(smem, layouts[1])
         tiles = self.allocate_scores(smem, score_layouts)
+        sDbias = self.staged.allocate(smem, layouts[2]) if const_expr(self.staged is not None) else None
         sStats = self.allocate_stats(smem)
         keys = self.pipeline(1, 2 * c.num_wgs * self.own.bytes)
-        loaded = self.pipeline(c.num_stages, 2 * self.other.bytes + self.score_bytes + 8 * self.tile_q)
+        loaded = self.pipeline(c.num_stages, self.stage_bytes)
         pipeline.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
         after_previous()
 
@@ -62,12 +93,13 @@ class AttentionKeysSm90(AttentionSm90):
         if wg == 0:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp == 0:
-                self.produce(atoms, score_atoms, sQ, sDO, tiles, sStats, loaded, s)
+                self.produce(atoms, score_atoms, [sQ, sDO, tiles, sStats], sWalk, loaded, args)
             elif warp == 1:
                 self.produce_keys(atoms, sK, sV, keys, s)
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
-            self.consume(outputs, sK, sV, sQ, sDO, tiles, sStats, keys, loaded, args, wg - 1, tid % 128)
+            shared = [sK, sV, sQ, sDO, tiles, sDbias, sStats, sWalk]
+            self.consume(outputs, shared, keys, loaded, args, wg - 1, tid % 128)
 
     @cute.jit
     def key_items(self, s: ScoreArgs):
@@ -77,11 +109,18 @@ class AttentionKeysSm90(AttentionSm90):
         return cta, cute.ceil_div(s.num_k, self.tile_k) * (s.heads // s.group) * s.batch, ctas
 
     @cute.jit
-    def key_item(self, i: Int32, s: ScoreArgs) -> Item:
+    def key_item(self, i: Int32, s: ScoreArgs) -> KeyItem:
         heads = s.heads // s.group
         tile, head = self.tile_and_head(i, cute.ceil_div(s.num_k, self.tile_k), heads * s.batch)
         first, last = self.query_tiles(s, tile * self.tile_k, self.tile_k, self.tile_q)
-        return Item(Head(head // heads, head % heads * s.group, head % heads), tile, first, last)
+        head = Head(head // heads, head % heads * s.group, head % heads)
+        return KeyItem(head, tile, Int32(0), s.group * (last - first), first, last - first)
+
+    @cute.jit
+    def place(self, n: Int32, item: KeyItem, args: KeysArgs):
+        """(batch and heads, first query, first key) of the n-th tile."""
+        head = item.head._replace(query_head=item.head.query_head + n // item.per_head)
+        return head, (item.first_of_head + n % item.per_head) * self.tile_q, item.tile * self.tile_k
 
     @cute.jit
     def produce_keys(self, atoms, sK, sV, keys, s: ScoreArgs):
@@ -101,34 +140,34 @@ class AttentionKeysSm90(AttentionSm90):
         keys.producer_tail(state)
 
     @cute.jit
-    def produce(self, atoms, score_atoms, sQ, sDO, tiles: ScoreTiles, sStats, loaded, s: ScoreArgs):
+    def produce(self, atoms, score_atoms, shared, sWalk, loaded, args: KeysArgs):
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.num_stages)
-        policies = self.score_policies(s)
-        begin, end, step = self.key_items(s)
+        loads = [atoms, score_atoms, shared, self.score_policies(args.scores)]
+        begin, end, step = self.key_items(args.scores)
         for i in cutlass.range(begin, end, step, unroll=1):
-            item = self.key_item(i, s)
-            for g in cutlass.range(s.group, unroll=1):
-                head = item.head._replace(query_head=item.head.query_head + g)
-                q_part = self.part(atoms[2], sQ, self.of_head(atoms[2][1], head.query_head, head.batch), self.other)
-                do_part = self.part(atoms[3], sDO, self.of_head(atoms[3][1], head.query_head, head.batch), self.other)
-                score_parts = self.score_parts(score_atoms, tiles, s, head)
-                for n in cutlass.range(item.first, item.last, unroll=1):
-                    loaded.producer_acquire(state)
-                    barrier = loaded.producer_get_barrier(state)
-                    self.load(atoms[2], q_part, n, 0, state.index, barrier)
-                    self.load(atoms[3], do_part, n, 0, state.index, barrier)
-                    for a in cutlass.range_constexpr(len(score_parts)):
-                        self.load(score_atoms[a], score_parts[a], n, item.tile, state.index, barrier, policies[a])
-                    self.load_stats(atoms[4], sStats, s, head, n, state.index, barrier)
-                    state.advance()
+            item = self.key_item(i, args.scores)
+            state = self.load_item(loads, item, args, loaded, state, sWalk, 0)
         loaded.producer_tail(state)
 
     @cute.jit
-    def consume(
-        self, outputs, sK, sV, sQ, sDO, tiles: ScoreTiles, sStats, keys, loaded, args: KeysArgs, wg: Int32,
-        thread: Int32
-    ):  # fmt: skip
+    def load_tile(self, loads, item: KeyItem, args: KeysArgs, n: Int32, loaded, state, is_full):
+        """Loads the n-th tile of q and do, and of bias and mask for an item's keys."""
+        atoms, score_atoms, shared, policies = loads
+        sQ, sDO, tiles, sStats = shared
+        barrier = loaded.producer_get_barrier(state)
+        head, q0, _ = self.place(n, item, args)
+        tile_q = q0 // self.tile_q
+        for a, to in ((2, sQ), (3, sDO)):
+            part = self.part(atoms[a], to, self.of_head(atoms[a][1], head.query_head, head.batch), self.other)
+            self.load(atoms[a], part, tile_q, 0, state.index, barrier)
+        parts = self.score_parts(score_atoms, tiles, args.scores, head)
+        self.load_scores(score_atoms, parts, tile_q, item.tile, state.index, barrier, policies, is_full)
+        self.load_stats(atoms[4], sStats, args.scores, head, tile_q, state.index, barrier)
+
+    @cute.jit
+    def consume(self, outputs, shared, keys, loaded, args: KeysArgs, wg: Int32, thread: Int32):
         c, s = self.config, args.scores
+        sK, sV, sQ, sDO, tiles, sDbias, sStats, sWalk = shared
         mmas = [self.mma_from_shared(self.tile_q, add) for add in (False, True)]
         rows_mma = self.mma_from_registers()
         part = mmas[0].get_slice(0)
@@ -144,28 +183,22 @@ class AttentionKeysSm90(AttentionSm90):
         tanhs = cute.make_rmem_tensor(x.layout, Float32) if const_expr(self.problem.softcap) else None
         own = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
         read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
-        previous = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
         begin, end, step = self.key_items(s)
         for i in cutlass.range(begin, end, step, unroll=1):
             item = self.key_item(i, s)
-            head, k0 = item.head, item.tile * self.tile_k + wg * BLOCK
             dk.fill(0.0)
             dv.fill(0.0)
             keys.consumer_wait(own)
-            steps = item.last - item.first
-            for n in cutlass.range(s.group * steps, unroll=1):
-                of_query = head._replace(query_head=head.query_head + n // steps)
-                q0 = (item.first + n % steps) * self.tile_q
-                block = Block(of_query, q0, k0, self.tile_q, BLOCK, wg, thread)
+            for i in cutlass.range(item.first, self.last_of(item, args, 0), unroll=1):
                 loaded.consumer_wait(read)
                 self.multiply(x, mmas, rK, rQ[None, None, None, read.index])
                 self.multiply(dp, mmas, rV, rDO[None, None, None, read.index])
-                cute.nvgpu.warpgroup.wait_group(1)  # x, and dk and dv of the tile before
-                if n > 0:
-                    loaded.consumer_release(previous)
-                    previous.advance()
+                n, is_full = self.loaded_tile(sWalk, read.index, i)
+                of_query, q0, k0 = self.place(n, item, args)
+                block = Block(of_query, q0, k0 + wg * BLOCK, self.tile_q, BLOCK, wg, thread)
+                cute.nvgpu.warpgroup.wait_group(1)  # x
                 shift, delta = (self.per_column(sStats[None, j, read.index].iterator, thread) for j in range(2))
-                self.scores(x, s, tiles, read.index, block, shift, tanhs)
+                self.scores(x, s, tiles, read.index, block, shift, tanhs, is_full)
                 for v in cutlass.range_constexpr(cute.size(x)):
                     x[v] = cute.math.exp2(x[v], fastmath=True)
                 self.round_to_operand(p, x)
@@ -173,18 +206,52 @@ class AttentionKeysSm90(AttentionSm90):
                 cute.nvgpu.warpgroup.wait_group(1)  # dp
                 for v in cutlass.range_constexpr(cute.size(x)):
                     x[v] = x[v] * (dp[v] - delta[v])
-                    if const_expr(tanhs is not None):
+                if const_expr(self.problem.dbias and not self.problem.ds_is_dbias):
+                    self.store_dbias(outputs, x, sDbias, args, block)
+                if const_expr(tanhs is not None):
+                    for v in cutlass.range_constexpr(cute.size(x)):
                         x[v] = x[v] * (1.0 - tanhs[v] * tanhs[v])
                 self.round_to_operand(ds, x)
+                if const_expr(self.problem.ds_is_dbias):
+                    self.store_dbias(outputs, ds, sDbias, args, block)
                 self.multiply(dk, [rows_mma], ds, rQt[None, None, None, read.index])
+                # With dk in flight at the end of the loop, ptxas would wait for each WGMMA at once.
+                cute.nvgpu.warpgroup.wait_group(0)
+                loaded.consumer_release(read)
                 read.advance()
-            cute.nvgpu.warpgroup.wait_group(0)
-            loaded.consumer_release(previous)
-            previous.advance()
             for v in cutlass.range_constexpr(cute.size(dk)):
                 dk[v] = dk[v] * s.scale
-            for j, (result, shared) in enumerate(((dk, sK), (dv, sV))):
-                self.store_rows(result, shared[None, None, wg].iterator, thread)
-                self.write(outputs[j], shared, wg, k0 // BLOCK, head.key_head, head.batch, wg)
+            for j, (result, to) in enumerate(((dk, sK), (dv, sV))):
+                self.store_rows(result, to[None, None, wg].iterator, thread)
+                row_block = item.tile * c.num_wgs + wg
+                self.write(outputs[j], to, wg, row_block, item.head.key_head, item.head.batch, wg)
             keys.consumer_release(own)  # the warp that issued the stores waited until they were read
             own.advance()
+
+    @cute.jit
+    def store_dbias(self, outputs, dbias: cute.Tensor, sDbias, args: KeysArgs, block: Block):
+        s, head = args.scores, block.head
+        if const_expr(self.staged is None):  # fp32: whole sectors of 32 bytes, straight from registers
+            base = self.start(args.dbias, head)
+            for i in cutlass.range_constexpr(cute.size(dbias)):
+                q, k = self.position(block, i)
+                if (q < s.num_q) & (k < s.num_k):
+                    vector_at(base, Int64(q) * args.dbias.row + k, 1)[0] = dbias[i]
+        else:
+            issues = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0
+            if issues:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.barrier(barrier_id=1 + block.wg, number_of_threads=128)
+            base = self.staged.columns_base(sDbias[None, None, block.wg].iterator, Int32(0), block.thread)
+            for j in cutlass.range_constexpr(0, self.tile_q // 8, 2):
+                values = cute.make_rmem_tensor((8,), self.staged.dtype)
+                for i in cutlass.range_constexpr(8):
+                    values[i] = dbias[4 * j + i].to(self.staged.dtype)
+                self.staged.store(self.staged.columns_at(base, j), values, True)
+            cute.arch.fence_view_async_shared()
+            cute.arch.barrier(barrier_id=1 + block.wg, number_of_threads=128)
+            if issues:
+                atom = outputs[2]
+                part = self.part(atom, sDbias, self.of_head(atom[1], head.query_head, head.batch), self.staged)
+                cute.copy(atom[0], part[0][None, block.wg], part[1][None, block.q0 // self.tile_q, block.k0 // BLOCK])
+                cute.arch.cp_async_bulk_commit_group()

@@ -482,6 +482,14 @@ class AttentionSm90(MaskWalk):
             self.own.store(self.own.rows_at(base, j), values)
 
     @cute.jit
+    def finish_rows(self, acc: cute.Tensor, factor: Float32, atom, shared: cute.Tensor, block: Block):
+        """Stores factor * acc as the block's rows of a tensor like q, through the warp group's tile."""
+        for v in cutlass.range_constexpr(cute.size(acc)):
+            acc[v] = acc[v] * factor
+        self.store_rows(acc, shared[None, None, block.wg].iterator, block.thread)
+        self.write(atom, shared, block.wg, block.q0 // BLOCK, block.head.query_head, block.head.batch, block.wg)
+
+    @cute.jit
     def write(self, atom, shared: cute.Tensor, index: Int32, row_block: Int32, head: Int32, batch: Int32, wg: Int32):
         """A warp group stores its tile number `index` to global memory, once its threads have written it."""
         cute.arch.fence_view_async_shared()

@@ -71,6 +71,38 @@ class MaskWalk:
             count = count + cute.arch.popc(self.tiles(start, item, args).to_do)
         return count
 
+    @cute.jit
+    def load_item(self, loads, item, args, loaded, state, sWalk, at_least: cutlass.Constexpr[int]):
+        """Loads an item's tiles by `load_tile`, but at least `at_least`, 0 or 1. Returns the state after them."""
+        if const_expr(self.problem.mask):
+            done = Int32(0)
+            for start in cutlass.range(item.first, item.last, 32, unroll=1):
+                walk = self.tiles(start, item, args)
+                to_do, full = walk.to_do, walk.full
+                if const_expr(at_least == 1):
+                    if (start + 32 >= item.last) & (done == 0) & (to_do == 0):
+                        to_do = Int32(1)
+                while to_do != 0:
+                    n, is_full = first_of(Tiles(start, to_do, full))
+                    self.acquire(loaded, state, self.stage_bytes, sWalk, n, is_full)
+                    self.load_tile(loads, item, args, n, loaded, state, is_full)
+                    state.advance()
+                    to_do = to_do & (to_do - 1)
+                    done = Int32(1)
+        else:
+            for n in cutlass.range(item.first, item.last, unroll=1):
+                loaded.producer_acquire(state)
+                self.load_tile(loads, item, args, n, loaded, state, None)
+                state.advance()
+        return state
+
+    @cute.jit
+    def last_of(self, item, args, at_least: cutlass.Constexpr[int]) -> Int32:
+        """For consumers: the tiles from item.first to before this one are as many as `load_item` loads."""
+        if const_expr(not self.problem.mask):
+            return item.last
+        return item.first + cutlass.max(self.count(item, args), at_least)
+
     # What the producer tells the consumers
 
     def allocate_walk(self, smem):
@@ -90,7 +122,9 @@ class MaskWalk:
             cute.arch.mbarrier_arrive_and_expect_tx(loaded.producer_get_barrier(state), num_bytes)
 
     @cute.jit
-    def told(self, sWalk: cute.Tensor, stage: Int32):
-        """(tile, 1 if it is full, else 0) of a loaded stage."""
+    def loaded_tile(self, sWalk, stage: Int32, n: Int32, is_known_full: cutlass.Constexpr[bool] = True):
+        """(tile, `is_full` of `scores`, None if it is not to be known) of a loaded stage; without a mask it is tile n."""
+        if const_expr(sWalk is None):
+            return n, None
         word = sWalk[stage]
-        return word // 2, word % 2
+        return word // 2, word % 2 if const_expr(is_known_full) else None

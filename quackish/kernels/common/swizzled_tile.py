@@ -73,12 +73,11 @@ class SwizzledTile:
         return cute.recast_tensor(loaded, self.dtype).load()
 
     @cute.jit
-    def store(self, address: Int32, values: cute.Tensor):
+    def store(self, address: Int32, values: cute.Tensor, transposed: cutlass.Constexpr[bool] = False):
         """values: eight, of 16 bits, as `load` returns them."""
         words = cute.recast_tensor(values, Int32)
-        prims.stmatrix(
-            self._pointer(address, Int32, 16).to_llvm_ptr(), [words[i] for i in range(4)], prims.MMALayout.ROW
-        )
+        layout = prims.MMALayout.COL if const_expr(transposed) else prims.MMALayout.ROW
+        prims.stmatrix(self._pointer(address, Int32, 16).to_llvm_ptr(), [words[i] for i in range(4)], layout)
 
     # Other sizes: element by element
 

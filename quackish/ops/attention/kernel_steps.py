@@ -22,12 +22,16 @@ from quackish.configs.attention import (
     AttentionKeysProblem,
     AttentionMaskProblem,
     AttentionProblem,
+    AttentionProductProblem,
     AttentionQueriesProblem,
+    AttentionRowsProblem,
     BiasArgs,
     ForwardArgs,
     KeysArgs,
     MaskArgs,
+    ProductArgs,
     QueriesArgs,
+    RowsArgs,
     ScoreArgs,
     Strided,
     bias_parts,
@@ -36,14 +40,16 @@ from quackish.ops.cuda import address, dtype_name, name_of
 from quackish.ops.device import Device
 from quackish.reference.attention import Inputs, Options, strides_like
 
-Problem = AttentionProblem | AttentionMaskProblem
+Problem = AttentionProblem | AttentionMaskProblem | AttentionRowsProblem
 
 _UNBOUNDED = 1 << 30
 _KERNELS = {
     AttentionMaskProblem: "attention_mask",
     AttentionForwardProblem: "attention_fwd",
-    AttentionQueriesProblem: "attention_bwd_queries",
+    AttentionRowsProblem: "attention_bwd_rows",
     AttentionKeysProblem: "attention_bwd_keys",
+    AttentionQueriesProblem: "attention_bwd_queries",
+    AttentionProductProblem: "attention_bwd_product",
     AttentionBiasProblem: "attention_bwd_bias",
 }
 
@@ -108,36 +114,41 @@ class AttentionSteps:
         batch, heads, num_q, _ = q.shape
         need_dbias = need_dbias and bias is not None
         in_place = need_dbias and bias.shape[:2] == q.shape[:2]
-        dbias = self._dbias(bias, options) if in_place else None
+        dbias = self._dbias(inputs, options) if in_place else None
         stats_row = (num_q + 3) // 4 * 4
         stats = self._contiguous((2, batch, heads, stats_row), torch.float32)
         dq, dk, dv = self._like(q), self._like(k), self._like(v)
         fields = _problem(inputs, options)
 
-        problem: AttentionProblem = AttentionQueriesProblem(**fields, dbias=in_place, dlse=dlse is not None)
-        scores, grad = _scores(inputs, classes, options, problem, self.device.gpu.sm_count), _strided(do)
-        of_stats = dict(stats=stats.data_ptr(), stats_row=stats_row)
-        self._launch(
-            problem,
-            QueriesArgs(
-                scores, _strided(out), grad, lse.data_ptr(), address(dlse), **of_stats, dq=_strided(dq),
-                dbias=None if dbias is None else _strided(dbias),
-            ),
-        )  # fmt: skip
-        keys = KeysArgs(scores, grad, **of_stats, dk=_strided(dk), dv=_strided(dv))
-        self._launch(AttentionKeysProblem(**fields), keys)
+        of_stats, grad = dict(stats=stats.data_ptr(), stats_row=stats_row), _strided(do)
+        rows = RowsArgs(_strided(out), grad, lse.data_ptr(), address(dlse), **of_stats, batch=batch, heads=heads,
+                        num_q=num_q, d=q.shape[3])  # fmt: skip
+        self._launch(AttentionRowsProblem(fields["dtype"], dlse is not None), rows)
+
+        problem = AttentionKeysProblem(**fields, dbias=in_place)
+        scores = _scores(inputs, classes, options, problem, self.device.gpu.sm_count)
+        ds = None if dbias is None else _strided(dbias)
+        self._launch(problem, KeysArgs(scores, grad, **of_stats, dk=_strided(dk), dv=_strided(dv), dbias=ds))
+        if problem.ds_is_dbias:
+            of_product = fields | dict(bias_dtype=None, bias_aligned=True, mask_aligned=False)
+            product = AttentionProductProblem(**of_product)
+            self._launch(product, ProductArgs(scores._replace(bias=None, mask=None), ds, _strided(dq)))
+        else:
+            self._launch(AttentionQueriesProblem(**fields), QueriesArgs(scores, grad, **of_stats, dq=_strided(dq)))
         if need_dbias and not in_place:
             dbias = self._broadcast_dbias(bias, scores, grad, of_stats, fields)
         return dq, dk, dv, dbias
 
-    def _dbias(self, bias: Tensor, options: Options) -> Tensor:
+    def _dbias(self, inputs: Inputs, options: Options) -> Tensor:
         """Memory for the gradient of a bias that is not broadcast: its rows start on 16 bytes."""
+        bias = inputs.bias
         *sizes, columns = bias.shape
         row = (columns + 7) // 8 * 8
         strides = (sizes[1] * sizes[2] * row, sizes[2] * row, row, 1)
         memory = self.empty((*sizes, row), strides, bias.dtype)[..., :columns]
         # The kernel writes only tiles with keys that take part.
-        return memory if options.left is None and options.right is None else memory.zero_()
+        writes_all = inputs.mask is None and options.left is None and options.right is None
+        return memory if writes_all else memory.zero_()
 
     def _broadcast_dbias(
         self, bias: Tensor, scores: ScoreArgs, grad: Strided, of_stats: dict[str, int], fields: dict[str, Any]
