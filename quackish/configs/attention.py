@@ -307,11 +307,13 @@ def _registers(problem: AttentionProblem, config: AttentionConfig) -> int:
     kind, tile, d = _KIND[type(problem)], config.tile, problem.d
     unaligned = not (problem.bias_aligned and problem.mask_aligned)  # its values are loaded many at a time
     is_complex = problem.softcap or (problem.mask and problem.band) or unaligned
+    is_wide = unaligned or problem.bias_dtype == "float32"
+    of_keys = 0 if tile == 32 else 56 if is_wide else 16 * problem.mask + 8 * (problem.mask and problem.band)
     live = {
         "forward": tile // 2 + tile // 4 + d // 2 + 40 + tile * unaligned,
         "queries": tile + tile // 4 + d // 2 + 40 + tile // 4 * unaligned,
         "product": d // 2 + 40,
-        "keys": tile + tile // 4 + d + 16 + 8 * (problem.mask or not problem.bias_aligned),
+        "keys": tile + tile // 4 + d + 16 + of_keys,
         "bias": tile + tile // 2 + 40 + 16 * is_complex,
     }[kind]
     return live + (tile // 2 if problem.softcap and kind in ("queries", "keys") else 0)

@@ -193,7 +193,7 @@ class AttentionKeysSm90(AttentionSm90):
                 loaded.consumer_wait(read)
                 self.multiply(x, mmas, rK, rQ[None, None, None, read.index])
                 self.multiply(dp, mmas, rV, rDO[None, None, None, read.index])
-                n, is_full = self.loaded_tile(sWalk, read.index, i)
+                n, is_full = self.loaded_tile(sWalk, read.index, i, self.problem.mask_aligned)
                 of_query, q0, k0 = self.place(n, item, args)
                 block = Block(of_query, q0, k0 + wg * BLOCK, self.tile_q, BLOCK, wg, thread)
                 cute.nvgpu.warpgroup.wait_group(1)  # x
@@ -232,11 +232,14 @@ class AttentionKeysSm90(AttentionSm90):
     def store_dbias(self, outputs, dbias: cute.Tensor, sDbias, args: KeysArgs, block: Block):
         s, head = args.scores, block.head
         if const_expr(self.staged is None):  # fp32: whole sectors of 32 bytes, straight from registers
-            base = self.start(args.dbias, head)
-            for i in cutlass.range_constexpr(cute.size(dbias)):
-                q, k = self.position(block, i)
-                if (q < s.num_q) & (k < s.num_k):
-                    vector_at(base, Int64(q) * args.dbias.row + k, 1)[0] = dbias[i]
+            q, k = self.position(block, 0)
+            at = self.start(args.dbias, head) + (Int64(q) * args.dbias.row + k)
+            for i in cutlass.range_constexpr(0, cute.size(dbias), 4):  # two queries, of two keys each
+                for c in cutlass.range_constexpr(2):
+                    for r in cutlass.range_constexpr(2):
+                        if (q + (2 * i + c) < s.num_q) & (k + 8 * r < s.num_k):
+                            vector_at(at, 8 * r, 1)[0] = dbias[i + c + 2 * r]
+                    at = at + (7 * args.dbias.row if const_expr(c == 1) else args.dbias.row)
         else:
             issues = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0
             if issues:

@@ -1,4 +1,4 @@
-"""Backward of attention on Hopper: dq = scale * ds k, for ds that the kernel for dk and dv stored as the bias's gradient.
+"""Backward of attention on Hopper: dq = scale * ds k, for ds that the kernel for dk and dv stored as dbias.
 
 A CTA has `num_wgs` blocks of 64 queries and walks over the keys, like forward.
 """

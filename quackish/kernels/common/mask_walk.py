@@ -123,7 +123,7 @@ class MaskWalk:
 
     @cute.jit
     def loaded_tile(self, sWalk, stage: Int32, n: Int32, is_known_full: cutlass.Constexpr[bool] = True):
-        """(tile, `is_full` of `scores`, None if it is not to be known) of a loaded stage; without a mask it is tile n."""
+        """(tile, `is_full` of `scores`, or None to always mask) of a loaded stage; without a mask it is tile n."""
         if const_expr(sWalk is None):
             return n, None
         word = sWalk[stage]
