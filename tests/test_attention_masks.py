@@ -107,6 +107,28 @@ def test_skipped_tiles():
     assert bytes_of(6, 0) < of_all.bytes_read < bytes_of(6, 0) + classes
 
 
+@pytest.mark.parametrize("bias", [None, (1, 1, 256, 384)])
+def test_backward_skips_tiles(bias):
+    """The same there. A bias's gradient is 0 in empty tiles, and gives dq."""
+    args = case(1, 1, 256, 384, 32, bias=bias) | dict(attn_mask=of_classes(ROWS, 256, 384))
+    want = truth(args)
+    with torch.no_grad():
+        for name in ("key", "value"):
+            args[name][:, :, :128] = torch.nan
+    with emulated(QUICK) as report:
+        assert_right(step(args), want)
+    args["attn_mask"] = torch.ones_like(args["attn_mask"])
+    with torch.no_grad():
+        for name in ("key", "value"):
+            args[name].nan_to_num_()
+    with emulated(QUICK) as of_all:
+        step(args)
+    of_dq = "attention_bwd_product" if bias else "attention_bwd_queries"
+    assert [launch.kernel for launch in report.launches[3:]] == ["attention_bwd_keys", of_dq]
+    for some, every in zip(report.launches[3:], of_all.launches[3:], strict=True):
+        assert 0 < some.mmas < every.mmas * 0.7, some.kernel
+
+
 @pytest.mark.exhaustive
 def test_more_tiles_than_lanes():
     keys = 128 * 33 + 5

@@ -195,13 +195,12 @@ class AttentionSm90(MaskWalk):
 
     @cute.jit
     def query_tiles(self, args: ScoreArgs, k0: Int32, keys: cutlass.Constexpr[int], tile: cutlass.Constexpr[int]):
-        """The same for tiles of queries."""
+        """The same for tiles of queries, but maybe none."""
         first, end = Int32(0), args.num_q
         if const_expr(self.problem.band):
             first = cutlass.max(k0 - args.right, 0)
-            end = cutlass.min(cutlass.min(k0 + keys, args.num_k) + args.left, args.num_q)
-        first = cutlass.min(first, args.num_q - 1) // tile
-        return first, cutlass.max(cute.ceil_div(cutlass.max(end, 0), tile), first + 1)
+            end = cutlass.max(cutlass.min(cutlass.min(k0 + keys, args.num_k) + args.left, args.num_q), first)
+        return first // tile, first // tile if end == first else cute.ceil_div(end, tile)
 
     @cute.jit
     def query_items(self, s: ScoreArgs):
