@@ -236,7 +236,8 @@ def _attention_bwd_product(p: attention.AttentionProductProblem, s: Sizes) -> Wo
 
 def _attention_bwd_bias(p: attention.AttentionBiasProblem, s: Sizes) -> Work:
     work = _attention(p, s, matmuls=2, rows=3)  # q, do
-    written = 4 * s["parts"] * _matrices(s, "bias") * s["num_q"] * s["num_k"]
+    itemsize = 4 if p.in_parts else _bytes(p.bias_dtype)
+    written = itemsize * s["parts"] * _matrices(s, "bias") * s["num_q"] * s["num_k"]
     return dataclasses.replace(work, bytes_written=written)
 
 

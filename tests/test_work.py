@@ -238,7 +238,7 @@ def test_work_of_attention():
     )  # fmt: skip
     sizes |= dict(bias_batch=batch, bias_heads=heads, mask_batch=batch, mask_heads=1)
     sizes["bias_batch"] = 1
-    assert counts("attention_bwd_bias", AttentionBiasProblem(**fields)) == (
+    assert counts("attention_bwd_bias", AttentionBiasProblem(**fields, in_parts=True)) == (
         nbytes(q, q, k, k, bias[:1], mask), 3 * nbytes(bias[:1]), 2 * product
     )  # fmt: skip
     of_mask = dict(batches=batch, heads=1, rows=num_q, columns=130)  # three blocks of 64 columns

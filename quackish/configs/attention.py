@@ -108,7 +108,7 @@ class BiasArgs(NamedTuple):
     do: Any = None  # (B, Hq, Lq, d)
     stats: Any = ALIGNED_F32
     stats_row: Any = "int64"
-    dbias: Any = None  # (parts, B or 1, Hq or 1, Lq, Lk) fp32, written; its strides: batch, head, row
+    dbias: Any = None  # (parts, B or 1, Hq or 1, Lq, Lk), written; its strides: batch, head, row
     part: Any = "int64"  # stride of dbias's parts
     parts: Any = "int32"
     batches: Any = "int32"  # B or 1: the sizes of dbias
@@ -240,9 +240,12 @@ class AttentionProductProblem(AttentionProblem):
 class AttentionBiasProblem(AttentionProblem):
     """The gradient of a bias that is broadcast over batch, heads or both."""
 
+    in_parts: bool = False  # in fp32, to be summed; else one part, in the dtype of the bias
+
     @property
     def args(self) -> BiasArgs:
-        return BiasArgs(scores=self._scores(), do=self._operand(), dbias=Strided(ALIGNED_F32))
+        dbias = Strided(ALIGNED_F32 if self.in_parts else Ptr(self.bias_dtype, aligned=True))
+        return BiasArgs(scores=self._scores(), do=self._operand(), dbias=dbias)
 
 
 @dataclasses.dataclass(frozen=True)

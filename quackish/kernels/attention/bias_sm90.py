@@ -187,8 +187,7 @@ class AttentionBiasSm90(AttentionSm90):
                 cute.nvgpu.warpgroup.wait_group(0)
                 for v in cutlass.range_constexpr(cute.size(x)):
                     total[v] = total[v] + x[v] * (dp[v] - delta[v])
-                cute.arch.sync_warp()
-                loaded.consumer_release(read)
+                self.release(loaded, read)
                 read.advance()
             self.write_total(total, args, item, block)
 
@@ -199,6 +198,6 @@ class AttentionBiasSm90(AttentionSm90):
         for v in cutlass.range_constexpr(0, cute.size(total), 2):
             q, k = self.position(block, v)
             if (q < s.num_q) & (k < s.num_k):  # rows have room for a multiple of 4 columns
-                pair = cute.make_rmem_tensor((2,), Float32)
-                pair[0], pair[1] = total[v], total[v + 1]
+                pair = cute.make_rmem_tensor((2,), t.base.dtype)
+                pair[0], pair[1] = (total[v + i].to(t.base.dtype) for i in range(2))
                 vector_at(base, Int64(q) * t.row + k, 2).store(pair.load())

@@ -152,7 +152,7 @@ class AttentionForwardSm90(AttentionSm90):
                 self.scores(x, s, tiles, read.index, at, None, None, is_full)
                 rescale = self.exponentials(x, top, total)
                 cute.nvgpu.warpgroup.wait_group(0)
-                loaded.consumer_release(previous)
+                self.release(loaded, previous)
                 previous.advance()
                 for v in cutlass.range_constexpr(cute.size(o)):
                     o[v] = o[v] * rescale[v // 2 % 2]
@@ -160,7 +160,7 @@ class AttentionForwardSm90(AttentionSm90):
                 read.advance()
             self.multiply(o, [pv_mma], p, rV[None, None, None, previous.index])
             cute.nvgpu.warpgroup.wait_group(0)
-            loaded.consumer_release(previous)
+            self.release(loaded, previous)
             previous.advance()
             self.finish(o_atom, sQ, o, top, total, args, block)
             queries.consumer_release(own)  # the warp that issued the store of o waited until it was read

@@ -217,7 +217,7 @@ class AttentionKeysSm90(AttentionSm90):
                 self.multiply(dk, [rows_mma], ds, rQt[None, None, None, read.index])
                 # With dk in flight at the end of the loop, ptxas would wait for each WGMMA at once.
                 cute.nvgpu.warpgroup.wait_group(0)
-                loaded.consumer_release(read)
+                self.release(loaded, read)
                 read.advance()
             for v in cutlass.range_constexpr(cute.size(dk)):
                 dk[v] = dk[v] * s.scale

@@ -159,7 +159,7 @@ class AttentionQueriesSm90(AttentionSm90):
                 self.multiply(dp, mmas, rDO, rV[None, None, None, read.index])
                 cute.nvgpu.warpgroup.wait_group(1)  # x, and dq of the tile before
                 if i > item.first:
-                    loaded.consumer_release(previous)
+                    self.release(loaded, previous)
                     previous.advance()
                 n, is_full = self.loaded_tile(sWalk, read.index, i)
                 self.scores(
@@ -177,7 +177,7 @@ class AttentionQueriesSm90(AttentionSm90):
                 read.advance()
             cute.nvgpu.warpgroup.wait_group(0)
             if last > item.first:
-                loaded.consumer_release(previous)
+                self.release(loaded, previous)
                 previous.advance()
             self.finish_rows(dq, s.scale, dq_atom, sQ, block)
             queries.consumer_release(own)  # the warp that issued the store of dq waited until it was read

@@ -122,6 +122,12 @@ class MaskWalk:
             cute.arch.mbarrier_arrive_and_expect_tx(loaded.producer_get_barrier(state), num_bytes)
 
     @cute.jit
+    def release(self, loaded, state):
+        """`consumer_release`, for a warp whose lanes have read what is in shared memory, such as `sWalk`."""
+        cute.arch.sync_warp()
+        loaded.consumer_release(state)
+
+    @cute.jit
     def loaded_tile(self, sWalk, stage: Int32, n: Int32, is_known_full: cutlass.Constexpr[bool] = True):
         """(tile, `is_full` of `scores`, or None to always mask) of a loaded stage; without a mask it is tile n."""
         if const_expr(sWalk is None):

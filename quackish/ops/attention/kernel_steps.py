@@ -140,15 +140,11 @@ class AttentionSteps:
         return dq, dk, dv, dbias
 
     def _dbias(self, inputs: Inputs, options: Options) -> Tensor:
-        """Memory for the gradient of a bias that is not broadcast: its rows start on 16 bytes."""
-        bias = inputs.bias
-        *sizes, columns = bias.shape
-        row = (columns + 7) // 8 * 8
-        strides = (sizes[1] * sizes[2] * row, sizes[2] * row, row, 1)
-        memory = self.empty((*sizes, row), strides, bias.dtype)[..., :columns]
+        """Memory for the gradient of a bias that is not broadcast."""
+        dbias = self._rows_of_16_bytes(inputs.bias.shape, inputs.bias.dtype)[..., : inputs.bias.shape[-1]]
         # The kernel writes only tiles with keys that take part.
         writes_all = inputs.mask is None and options.left is None and options.right is None
-        return memory if writes_all else memory.zero_()
+        return dbias if writes_all else dbias.zero_()
 
     def _broadcast_dbias(
         self, bias: Tensor, scores: ScoreArgs, grad: Strided, of_stats: dict[str, int], fields: dict[str, Any]
@@ -158,18 +154,20 @@ class AttentionSteps:
         shape = (batch, heads, scores.num_q, scores.num_k)
         gpu = self.device.gpu
         parts = bias_parts(scores.batch // batch * (scores.heads // heads), batch * heads, *shape[2:], gpu.sm_count)
-        row = (scores.num_k + 3) // 4 * 4
-        head_stride = scores.num_q * row
-        strides = (batch * heads * head_stride, heads * head_stride, head_stride, row, 1)
-        sums = self.empty((parts, *shape[:3], row), strides, torch.float32)
+        sums = self._rows_of_16_bytes((parts, *shape), torch.float32 if parts > 1 else bias.dtype)
         if fields["band"]:
             sums.zero_()
-        of_part = Strided(sums.data_ptr(), strides[1], strides[2], row)
-        args = BiasArgs(scores, grad, **of_stats, dbias=of_part, part=strides[0], parts=parts, batches=batch,
-                        bias_heads=heads)  # fmt: skip
-        self._launch(AttentionBiasProblem(**fields), args)
-        total = sums[0] if parts == 1 else sums.sum(0)
+        part, *strides = sums.stride()[:-1]
+        args = BiasArgs(scores, grad, **of_stats, dbias=Strided(sums.data_ptr(), *strides), part=part, parts=parts,
+                        batches=batch, bias_heads=heads)  # fmt: skip
+        self._launch(AttentionBiasProblem(**fields, in_parts=parts > 1), args)
+        total = sums.sum(0) if parts > 1 else sums[0]
         return total[..., : shape[3]].to(bias.dtype)
+
+    def _rows_of_16_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory with more columns than `shape`, if its rows would not start on 16 bytes."""
+        *sizes, columns = shape
+        return self._contiguous((*sizes, (columns + 7) // 8 * 8), dtype)
 
     # Memory and launches
 
