@@ -375,24 +375,34 @@ def expert_memory_rows() -> Table:
         yield model, *(gb(find("H200/moe_mlp.csv", shape=shape, provider=name)) for name in MOE_PROVIDERS)
 
 
+ATTENTION = {"quackish": "quackish", "FlexAttention": "flex", "memory-efficient SDPA": "torch-efficient"}
+
+
+def attention_ms(shape: str, data: str, names: Sequence[str]) -> Iterator[str]:
+    where = dict(shape=shape, data=data, direction="forward+backward")
+    for name in names:
+        yield ms(find("H200/scaled_dot_product_attention.csv", provider=name, **where))
+
+
 def attention_rows() -> Table:
-    names = {
-        "quackish, CUDA graph": "quackish, forward and backward, configs",
-        "quackish, plain calls": "quackish API, forward and backward",
-        "FlexAttention": "FlexAttention, forward and backward",
-        "memory-efficient SDPA": "memory-efficient SDPA, forward and backward",
-    }
-    yield "D", *names
-    for d in ("64", "128"):
-        section = f"Bias (B, H, L, L) in bf16 with gradient, D {d}"
-        yield d, *(find("H200/attention.md", section=section, what=name)["median"] for name in names.values())
+    yield "B, H, L, D", "bias", *ATTENTION, "computed minimum"
+    names = (*ATTENTION.values(), "minimum")
+    for length, batch in ((512, 16), (2048, 4), (4096, 2), (8192, 1)):
+        for d in (64, 128):
+            shape = f"{batch}x16x{length}x{d}"
+            yield of_shape(shape), "(B, H, L, L), bf16", *attention_ms(shape, "normal", names)
+    for dtype, words in (("bf16", ""), ("fp32", " bias_dtype=float32")):
+        for bias in ("B,H", "1,H", "B,1", "1,1"):
+            if bias != "B,H" or words:
+                cells = attention_ms("4x16x2048x64", f"attn_bias={bias}{words}", names)
+                yield "4, 16, 2048, 64", f"({bias.replace(',', ', ')}, L, L), {dtype}", *cells
 
 
 def attention_mask_rows() -> Table:
-    yield "mask", "keys kept", "quackish", "FlexAttention"
-    for mask in ("random half", "the top 2048 of a row", "blocks of 64"):
-        row = find("H200/attention.md", section="Bool masks: forward", mask=mask)
-        yield mask, row["keys kept"], row["quackish"], row["FlexAttention"]
+    names = {"quackish": "quackish", "FlexAttention": "flex-block-mask", "cuDNN SDPA": "torch-cudnn"}
+    yield "mask", *names
+    for title, mask in {"random half": "half", "the top 1024 of a row": "top", "blocks of 128": "blocks"}.items():
+        yield title, *attention_ms("2x16x4096x64", f"attn_bias=none attn_mask={mask}", tuple(names.values()))
 
 
 def sharded_rows() -> Table:
