@@ -242,7 +242,7 @@ def test_unwritten_memory_is_nan():
     assert scratch == memory[-100:].data_ptr()
 
 
-def test_an_access_outside_of_tensors_is_a_fault():
+def test_an_access_outside_of_tensors_is_a_fault(source_lines):
     x, y, rstd = torch.ones(4, 256, dtype=BF16), torch.empty(4, 256, dtype=BF16), torch.empty(4)
     problem = RmsNormFwdProblem(256, "bfloat16", "bfloat16")
     with quackish.emulate(SMALL, seed=7):

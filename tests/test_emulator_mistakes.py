@@ -171,10 +171,10 @@ def test_a_launch_waits_for_the_one_before():
         multiply(mistake, AT_ONCE, 0, launches=2)
 
 
-def test_a_fault_says_how_to_repeat_it():
+def test_a_fault_says_how_to_repeat_it(source_lines):
     """It gives the call that the user made, and everything that the run depends on."""
     a, b, ends, _ = operands()
-    broken = kernel_with(MISTAKES["stage of the loop never released"])
+    broken = kernel_with.__wrapped__(MISTAKES["stage of the loop never released"])  # compiled with source lines
     with quackish.emulate("h100", AT_ONCE, seed=7):
         device = dataclasses.replace(device_of(torch.device("cpu")), kernel_for=broken, cache={})
         with substitute("cpu", device), pytest.raises(emulator.Fault) as fault:
