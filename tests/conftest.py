@@ -17,9 +17,9 @@ from tests import forked
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exhaustive", action="store_true", help="also run slow tests, and those that try every variant")
     parser.addoption(
-        "--no-source-lines",
+        "--source-lines",
         action="store_true",
-        help="compile emulated kernels in 3/4 of the time, without source lines, which faults then lack",
+        help="compile emulated kernels with source lines, which faults then name, in 4/3 of the time",
     )
     parser.addoption(
         "--peers", metavar="GPU", help="also run other libraries' kernels, on an emulated GPU: h100 or b200"
@@ -70,9 +70,20 @@ def _isolated_configs(tmp_path_factory, request):
         patch.setattr("quackish.launch.cache._STARTED", float("inf"))
         patch.setenv("QUACKISH_CONFIG_DIR", str(tmp_path_factory.mktemp("configs")))
         forked.ENVIRONMENT.update(os.environ)
-        if request.config.getoption("no_source_lines"):
+        if not request.config.getoption("source_lines"):
             patch.setattr("quackish.emulation._OPTIONS", "--keep-ptx")
         yield
+
+
+@pytest.fixture
+def source_lines(monkeypatch):
+    """Emulated kernels have source lines, which faults name."""
+    from quackish import emulation
+
+    monkeypatch.setattr(emulation, "_OPTIONS", "--keep-ptx --generate-line-info")
+    emulation.load.cache_clear()
+    yield
+    emulation.load.cache_clear()
 
 
 @pytest.fixture

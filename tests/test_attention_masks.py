@@ -169,8 +169,7 @@ CASES = {
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("where", HOPPER)
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("kind, where", zip(CASES, HOPPER * 3, strict=True))
 def test_numbers_and_bits_of_masks(kind, where):
     args = CASES[kind]
     with emulated(where):

@@ -62,11 +62,17 @@ def of_family(family: str) -> list[emulator_forms.Case]:
     ]
 
 
-ASYNCHRONOUS = ("cp", "mbarrier", "tcgen05", "wgmma", "st", "bar", "barrier", "mapa")
+LATE = ("cp", "mbarrier", "wgmma")  # that tests run by default; test_emulator_tcgen05.py runs tcgen05's late
+OTHERS_LATE = ("tcgen05", "st", "bar", "barrier", "mapa")
 
 
 @pytest.mark.parametrize(
-    "family, completion", [*((f, "at_once") for f in FAMILIES), *((f, "late") for f in FAMILIES if f in ASYNCHRONOUS)]
+    "family, completion",
+    [
+        *((family, "at_once") for family in FAMILIES),
+        *((family, "late") for family in LATE),
+        *(pytest.param(family, "late", marks=pytest.mark.exhaustive) for family in OTHERS_LATE if family in FAMILIES),
+    ],
 )
 def test_forms_compute_what_the_manual_says(family, completion):
     wrong = []

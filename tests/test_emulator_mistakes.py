@@ -6,6 +6,7 @@ in two warp groups that alternate, named barriers, and stores through shared mem
 
 import dataclasses
 import functools
+import itertools
 import re
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from quackish.gpu import H200
 from quackish.ops.device import Device, device_of, substitute
 from quackish.ops.kernel_for import Kernel, request_for
 from quackish.testing.errors import error
+from tests.variants import one_per
 
 ONE_CLUSTER = dataclasses.replace(H200, sm_count=2)
 SEEDS = range(4)
@@ -141,8 +143,9 @@ def outcome(mistake, seed):
         return str(fault)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("completion", [AT_ONCE, LATE])
+@pytest.mark.parametrize(
+    "completion, seed", one_per(lambda completion, seed: completion, itertools.product([AT_ONCE, LATE], SEEDS))
+)
 def test_the_right_kernel_has_no_fault(completion, seed):
     assert multiply(None, completion, seed) < 0.003
 
@@ -152,7 +155,7 @@ def test_a_move_needs_no_fence():
     assert multiply(Mistake(FIRST_WGMMA, 0, r"mov.b32 \2, \2; \1", ""), LATE, 0) < 0.003
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize("name", one_per(lambda name: MISTAKES[name].noticed, MISTAKES))
 def test_a_mistake_is_noticed(name):
     mistake = MISTAKES[name]
     outcomes = []
@@ -171,10 +174,10 @@ def test_a_launch_waits_for_the_one_before():
         multiply(mistake, AT_ONCE, 0, launches=2)
 
 
-def test_a_fault_says_how_to_repeat_it():
+def test_a_fault_says_how_to_repeat_it(source_lines):
     """It gives the call that the user made, and everything that the run depends on."""
     a, b, ends, _ = operands()
-    broken = kernel_with(MISTAKES["stage of the loop never released"])
+    broken = kernel_with.__wrapped__(MISTAKES["stage of the loop never released"])  # compiled with source lines
     with quackish.emulate("h100", AT_ONCE, seed=7):
         device = dataclasses.replace(device_of(torch.device("cpu")), kernel_for=broken, cache={})
         with substitute("cpu", device), pytest.raises(emulator.Fault) as fault:

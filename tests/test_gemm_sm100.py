@@ -72,8 +72,7 @@ SHAPES = [
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("one_cta", [False, True])
-@pytest.mark.parametrize("setting", BLACKWELL)
+@pytest.mark.parametrize("setting, one_cta", zip(BLACKWELL, (False, True), strict=True))
 def test_ragged_shapes(setting, one_cta):
     for rows, v, h in SHAPES:
         c, truth = Case(rows=rows, v=v, h=h), lce_kernels()

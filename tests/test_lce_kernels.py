@@ -37,7 +37,7 @@ from quackish.ops.linear_cross_entropy.steps import order_by_class
 from quackish.reference import linear_cross_entropy as reference
 from quackish.testing.errors import same_bits
 from tests.emulated_kernels import HUGE, decode, encode, rounding_residual_of
-from tests.variants import check_compiles, on_gpus, one_per_kernel
+from tests.variants import all_pairs, check_compiles, on_gpus, one_per_kernel
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 NAN, INF = float("nan"), float("inf")
@@ -114,7 +114,9 @@ CTAS_PER_SM = {"lce_compact": 1, "lce_sort": 2, "lce_targets": 3, "lce_bias": 2}
 
 
 @pytest.mark.parametrize(
-    "name, problem, gpu", one_per_kernel(on_gpus(problems())), ids=lambda value: getattr(value, "target", str(value))
+    "name, problem, gpu",
+    one_per_kernel(on_gpus(all_pairs(problems()))),
+    ids=lambda value: getattr(value, "target", str(value)),
 )
 def test_compiles(name, problem, gpu):
     check_compiles(name, problem, choose.analytical(name, problem, gpu).config, gpu, CTAS_PER_SM.get(name, 4))

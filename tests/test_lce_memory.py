@@ -21,7 +21,6 @@ from quackish.ops.linear_cross_entropy.api import make_plan
 from quackish.testing.errors import same_bits
 from tests.lce_cases import (
     OPTIONS,
-    REDUCTIONS,
     SCHEDULES,
     inputs_and_options,
     make,
@@ -91,8 +90,9 @@ def request_of(x, w, target, kw, eager=True, device=None):
     return request._replace(device=device or x.device), LinearCrossEntropyConfig(*plan.config)
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("name, dtype", [("plain", FP32), ("all", BF16)])
+@pytest.mark.parametrize(
+    "name, dtype, reduction", [("plain", FP32, "mean"), ("plain", FP32, "none"), ("all", BF16, "sum")]
+)
 def test_dry_run_of_portable_path_matches_measured_peak(name, reduction, dtype):
     for schedule, variant in itertools.product(SCHEDULES, ("both", "input", "buffer", "none", "stats")):
         x, w, target, kw = make(500, 64, 1200, dtype, reduction=reduction, **OPTIONS[name])

@@ -1,4 +1,6 @@
-"""Which of many cases every test run compiles, and what all compiled kernels keep."""
+"""Which of many cases tests compile, and what all compiled kernels keep."""
+
+import itertools
 
 import pytest
 
@@ -22,7 +24,24 @@ def one_per_kernel(cases):
 
 
 def one_per_epilogue(problems):
-    return one_per(lambda problem: problem.epilogue, problems)
+    """Few of the problems, one of each epilogue of which is not exhaustive."""
+    return one_per(lambda problem: problem.epilogue, all_pairs((problem,) for problem in problems))
+
+
+def all_pairs(cases):
+    """Few of the cases (..., problem), which together have every pair of values that two fields of a case have.
+
+    Of cases with as many new pairs, the problem with more options comes first: it takes more registers.
+    """
+    pairs_of = {
+        case: set(itertools.combinations([*enumerate(case[:-1]), *vars(case[-1]).items()], 2))
+        for case in sorted(cases, key=lambda case: -sum(map(bool, vars(case[-1]).values())))
+    }
+    missing = set().union(*pairs_of.values())
+    while missing:
+        case = max(pairs_of, key=lambda case: len(pairs_of[case] & missing))
+        missing -= pairs_of[case]
+        yield case
 
 
 def on_gpus(cases):
