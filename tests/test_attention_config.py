@@ -115,7 +115,7 @@ def test_every_problem_has_a_legal_config():
     [
         ((1, 128, 2), "num_wgs is 1; expected 2 or 3"),
         ((2, 32, 2), "tile is 32; expected one of 128, 64"),
-        ((2, 64, 0), "num_stages is 0; expected at least 1"),
+        ((2, 64, 1), "num_stages is 1; expected at least 2"),
         ((3, 128, 2), "about 200 registers per thread, of 160; expected a smaller tile or fewer warp groups"),
         ((2, 128, 4), "expected fewer stages or a smaller tile"),
     ],

@@ -45,7 +45,7 @@ def test_broadcast_bias_emulated(where):
 
 @pytest.mark.exhaustive
 def test_nan_in_a_skipped_tile():
-    """Causal: NaN in keys of tiles past the last row reaches nothing but the gradients of those keys."""
+    """Causal: NaN in keys of tiles past the last row reaches nothing."""
     args = case(1, 1, 64, 300, bias=(1, 1, 64, 300), is_causal=True)
     want = truth(args)
     with torch.no_grad():
@@ -54,8 +54,6 @@ def test_nan_in_a_skipped_tile():
         args["attn_bias"][..., 128:] = torch.nan
     with emulated(QUICK):
         got = step(args)
-    for name in ("key", "value"):
-        got[name], want[name] = got[name][:, :, :128], want[name][:, :, :128]
     assert_right(got, want)
 
 
@@ -85,6 +83,7 @@ def test_why_no_kernel(fields, change, reason):
 ON_GPU = {
     **{f"length {n}": dict(num_q=max(n, 2), num_k=n, bias=(2, 2, max(n, 2), n)) for n in (1, 63, 64, 65, 127, 129)},
     "Lq != Lk, GQA": dict(heads=4, kv_heads=2, num_q=300, num_k=520, bias=(1, 4, 300, 520)),
+    "causal, GQA": dict(heads=4, kv_heads=2, num_q=300, num_k=520, bias=(2, 4, 300, 520), is_causal=True),
     "d 128, mask": dict(num_q=512, d=128, bias=(2, 2, 512, 512), mask=(2, 1, 512, 512)),
     "d 32, fp32 bias of all heads": dict(num_q=200, num_k=264, d=32, bias=(1, 1, 200, 264), bias_dtype=FP32),
     "window, softcap": dict(num_q=512, d=96, bias=(2, 2, 512, 512), window=(100, 20), softcap=2.0),

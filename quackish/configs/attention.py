@@ -195,7 +195,7 @@ class AttentionRowsProblem:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionRowsConfig:
-    threads: int = 256  # per CTA
+    threads: int = 256  # per CTA; not measured
     lanes: int = 16  # per row; each has 8 columns
 
 
@@ -229,7 +229,9 @@ class AttentionQueriesProblem(AttentionProblem):
 
 @dataclasses.dataclass(frozen=True)
 class AttentionProductProblem(AttentionProblem):
-    """dq from ds in memory. With a mask only the classes of its blocks are read; `mask_aligned` is False."""
+    """dq from ds in memory. With a mask only the classes of its blocks are read."""
+
+    mask_by_tma = False
 
     @property
     def args(self) -> ProductArgs:
@@ -328,8 +330,9 @@ def attention_why_illegal(problem: AttentionProblem, config: AttentionConfig, gp
         return f"num_wgs is {config.num_wgs}; expected 2 or 3"
     if config.tile not in tiles:
         return f"tile is {config.tile}; expected one of {', '.join(map(str, tiles))}"
-    if config.num_stages < 1:
-        return f"num_stages is {config.num_stages}; expected at least 1"
+    least = 2 if _KIND[type(problem)] in ("forward", "queries") else 1  # a stage is released after the next is loaded
+    if config.num_stages < least:
+        return f"num_stages is {config.num_stages}; expected at least {least}"
     needed, registers = _registers(problem, config), REGISTERS[config.num_wgs][1]
     if needed > registers:
         return (
@@ -351,9 +354,9 @@ TILES = {"forward": (128, 64), "queries": (128, 64), "product": (128, 64), "keys
 # (tile, smallest number of stages), the best first. H200, bf16, B 4, H 16, L 2048, bias (B, H, L, L), median ms:
 _PREFERRED = {
     # d 64: (2, 128, 3) 0.233, (2, 64, 4) 0.242, (2, 128, 2) 0.324; d 128: (2, 64, 3) 0.319, (2, 128, 2) 0.435
-    "forward": ((128, 3), (64, 2), (64, 1)),
-    # and dbias: d 64: (2, 64, 4) 0.356, (3, 64, 3) 0.375, (2, 128, 2) 0.376; d 128: (2, 64, 3) 0.513, (2, 64, 2) 0.565
-    "queries": ((128, 3), (64, 2), (64, 1)),
+    "forward": ((128, 3), (64, 2)),
+    # when it stored dbias: d 64: (2, 64, 4) 0.356, (2, 128, 2) 0.376; d 128: (2, 64, 3) 0.513, (2, 64, 2) 0.565
+    "queries": ((128, 3), (64, 2)),
     # the whole backward, with dbias: d 64: (2, 128, 2) 0.547, (2, 64, 4) 0.616; d 128: (2, 64, 3) and (2, 64, 2) 0.827
     "keys": ((128, 2), (64, 2), (64, 1), (32, 2)),
     # the whole backward: d 64: (2, 128, 3) 0.547, (2, 64, 4) 0.549; d 128: (2, 128, 3) 0.827, (2, 64, 4) 0.831

@@ -167,10 +167,10 @@ class AttentionBiasSm90(AttentionSm90):
             q0 = item.tile_q * self.tile_q + wg * BLOCK
             block = Block(item.head, q0, item.tile_k * self.tile_k, BLOCK, self.tile_k, wg, thread)
             total.fill(0.0)
-            for i in cutlass.range(item.first, self.last_of(item, args, 0), unroll=1):
+            for m in cutlass.range(item.first, self.last_of(item, args, 0), unroll=1):
                 loaded.consumer_wait(read)
                 # Reading a mask that is not aligned only where needed spills registers.
-                j, is_full = self.loaded_tile(sWalk, read.index, i, self.problem.mask_aligned)
+                j, is_full = self.loaded_tile(sWalk, read.index, m, self.problem.mask_aligned)
                 own = read.index * c.num_wgs + wg
                 self.multiply(x, mmas, rQ[None, None, None, own], rK[None, None, None, read.index])
                 self.multiply(dp, mmas, rDO[None, None, None, own], rV[None, None, None, read.index])
@@ -197,7 +197,7 @@ class AttentionBiasSm90(AttentionSm90):
         base = t.base + (Int64(item.part) * args.part + Int64(head.batch) * t.batch + Int64(head.query_head) * t.head)
         for v in cutlass.range_constexpr(0, cute.size(total), 2):
             q, k = self.position(block, v)
-            if (q < s.num_q) & (k < s.num_k):  # rows have room for a multiple of 4 columns
+            if (q < s.num_q) & (k < s.num_k):  # rows have room for a multiple of 8 columns
                 pair = cute.make_rmem_tensor((2,), t.base.dtype)
                 pair[0], pair[1] = (total[v + i].to(t.base.dtype) for i in range(2))
                 vector_at(base, Int64(q) * t.row + k, 2).store(pair.load())

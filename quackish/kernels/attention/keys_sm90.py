@@ -189,15 +189,15 @@ class AttentionKeysSm90(AttentionSm90):
             dk.fill(0.0)
             dv.fill(0.0)
             keys.consumer_wait(own)
-            for i in cutlass.range(item.first, self.last_of(item, args, 0), unroll=1):
+            for j in cutlass.range(item.first, self.last_of(item, args, 0), unroll=1):
                 loaded.consumer_wait(read)
                 self.multiply(x, mmas, rK, rQ[None, None, None, read.index])
                 self.multiply(dp, mmas, rV, rDO[None, None, None, read.index])
-                n, is_full = self.loaded_tile(sWalk, read.index, i, self.problem.mask_aligned)
+                n, is_full = self.loaded_tile(sWalk, read.index, j, self.problem.mask_aligned)
                 of_query, q0, k0 = self.place(n, item, args)
                 block = Block(of_query, q0, k0 + wg * BLOCK, self.tile_q, BLOCK, wg, thread)
                 cute.nvgpu.warpgroup.wait_group(1)  # x
-                shift, delta = (self.per_column(sStats[None, j, read.index].iterator, thread) for j in range(2))
+                shift, delta = (self.per_column(sStats[None, r, read.index].iterator, thread) for r in range(2))
                 self.scores(x, s, tiles, read.index, block, shift, tanhs, is_full)
                 for v in cutlass.range_constexpr(cute.size(x)):
                     x[v] = cute.math.exp2(x[v], fastmath=True)

@@ -153,15 +153,15 @@ class AttentionQueriesSm90(AttentionSm90):
             dq.fill(0.0)
             queries.consumer_wait(own)
             last = self.last_of(item, args, 0)
-            for i in cutlass.range(item.first, last, unroll=1):
+            for j in cutlass.range(item.first, last, unroll=1):
                 loaded.consumer_wait(read)
                 self.multiply(x, mmas, rQ, rK[None, None, None, read.index])
                 self.multiply(dp, mmas, rDO, rV[None, None, None, read.index])
                 cute.nvgpu.warpgroup.wait_group(1)  # x, and dq of the tile before
-                if i > item.first:
+                if j > item.first:
                     self.release(loaded, previous)
                     previous.advance()
-                n, is_full = self.loaded_tile(sWalk, read.index, i)
+                n, is_full = self.loaded_tile(sWalk, read.index, j)
                 self.scores(
                     x, s, tiles, read.index, block._replace(k0=n * self.tile_k), shift, tanhs, is_full
                 )  # fmt: skip

@@ -2,7 +2,7 @@
 
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Float32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
 from quackish.configs.attention import AttentionRowsConfig, AttentionRowsProblem, RowsArgs
 from quackish.kernels.common.arguments import fake_args
@@ -20,16 +20,17 @@ class AttentionRows:
 
     @cute.jit
     def __call__(self, args: RowsArgs, stream: CUstream):
-        per_cta = self.config.threads // self.config.lanes
-        self.kernel(args).launch(
-            grid=[cute.ceil_div(args.num_q, per_cta), args.heads, args.batch], block=[self.config.threads, 1, 1],
-            stream=stream, use_pdl=True,
-        )  # fmt: skip
+        tiles = cute.ceil_div(args.num_q, self.config.threads // self.config.lanes)
+        self.kernel(args, tiles).launch(
+            grid=[tiles * args.heads * args.batch, 1, 1], block=[self.config.threads, 1, 1], stream=stream, use_pdl=True
+        )
 
     @cute.kernel
-    def kernel(self, args: RowsArgs):
+    def kernel(self, args: RowsArgs, tiles: Int32):
         lanes = self.config.lanes
-        tile, head, batch = cute.arch.block_idx()
+        cta, _, _ = cute.arch.block_idx()
+        tile, of_head = cta % tiles, Int64(cta // tiles)
+        batch, head = cta // tiles // args.heads, cta // tiles % args.heads
         tid, _, _ = cute.arch.thread_idx()
         row, column = tile * (self.config.threads // lanes) + tid // lanes, tid % lanes * 8
         after_previous()
@@ -45,7 +46,6 @@ class AttentionRows:
         delta = cute.arch.warp_reduction_sum(delta, threads_in_group=lanes)
         if column == 0 and row < args.num_q:
             heads = Int64(args.heads) * args.batch
-            of_head = Int64(batch) * args.heads + head
             lse = load_at(args.lse, of_head * args.num_q + row)
             shift = Float32(0.0) if lse == -Float32.inf else lse * LOG2_E
             if const_expr(args.dlse is not None):

@@ -155,12 +155,11 @@ class AttentionSteps:
         gpu = self.device.gpu
         parts = bias_parts(scores.batch // batch * (scores.heads // heads), batch * heads, *shape[2:], gpu.sm_count)
         sums = self._rows_of_16_bytes((parts, *shape), torch.float32 if parts > 1 else bias.dtype)
-        if fields["band"]:
-            sums.zero_()
         part, *strides = sums.stride()[:-1]
         args = BiasArgs(scores, grad, **of_stats, dbias=Strided(sums.data_ptr(), *strides), part=part, parts=parts,
                         batches=batch, bias_heads=heads)  # fmt: skip
-        self._launch(AttentionBiasProblem(**fields, in_parts=parts > 1), args)
+        in_parts = parts > 1 and bias.dtype != torch.float32  # in fp32 both are one kernel
+        self._launch(AttentionBiasProblem(**fields, in_parts=in_parts), args)
         total = sums.sum(0) if parts > 1 else sums[0]
         return total[..., : shape[3]].to(bias.dtype)
 
