@@ -60,7 +60,10 @@ class Obtained(NamedTuple):
 
 
 def obtain(request: Request, announce: bool = False) -> Obtained:
-    """Loads the object from disk, or compiles it. Call with `lock` held. `announce` tells the user who waits for it."""
+    """Loads the object from disk, or compiles it. Call with `lock` held.
+
+    announce: print a line to the user if compiling is slow.
+    """
     identity = cache.identity(*request)
     if (data := cache.load(request.kernel_class, identity)) is not None:
         counters.disk_loads += 1

@@ -73,7 +73,10 @@ class MaskWalk:
 
     @cute.jit
     def load_item(self, loads, item, args, loaded, state, sWalk, at_least: cutlass.Constexpr[int]):
-        """Loads an item's tiles by `load_tile`, but at least `at_least`, 0 or 1. Returns the state after them."""
+        """Loads an item's tiles by the kernel's `load_tile`, and returns the pipeline state after them.
+
+        at_least: 1 if one tile is loaded even where a mask leaves the item none, else 0.
+        """
         if const_expr(self.problem.mask):
             done = Int32(0)
             for start in cutlass.range(item.first, item.last, 32, unroll=1):
@@ -98,7 +101,7 @@ class MaskWalk:
 
     @cute.jit
     def last_of(self, item, args, at_least: cutlass.Constexpr[int]) -> Int32:
-        """For consumers: the tiles from item.first to before this one are as many as `load_item` loads."""
+        """Where the loop of a consumer from item.first ends, so that it has as many tiles as `load_item` loads."""
         if const_expr(not self.problem.mask):
             return item.last
         return item.first + cutlass.max(self.count(item, args), at_least)
