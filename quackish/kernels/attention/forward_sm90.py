@@ -12,7 +12,7 @@ from cutlass import Float32, Int32, Int64, const_expr, pipeline
 from quackish.configs.attention import BLOCK, ForwardArgs, ScoreArgs
 from quackish.kernels.common.attention import AttentionSm90, Block, Item, ScoreTiles, pair_rows
 from quackish.kernels.common.dependent_launch import after_previous
-from quackish.kernels.common.math import LN_2
+from quackish.kernels.common.math import LN_2, LOG2_E
 
 
 class AttentionForwardSm90(AttentionSm90):
@@ -20,7 +20,7 @@ class AttentionForwardSm90(AttentionSm90):
 
     @property
     def stage_bytes(self) -> int:
-        return 2 * self.other.bytes + self.score_bytes
+        return self.other.bytes + self.score_bytes
 
     @cute.jit
     def __call__(self, args: ForwardArgs, stream: CUstream):
@@ -51,7 +51,7 @@ class AttentionForwardSm90(AttentionSm90):
         sK, sV = self.other.allocate(smem, layouts[1]), self.other.allocate(smem, layouts[1])
         tiles = self.allocate_scores(smem, score_layouts)
         queries = self.pipeline(1, c.num_wgs * self.own.bytes)
-        loaded = self.pipeline(c.num_stages, self.stage_bytes)
+        keys, values = (self.pipeline(c.num_stages, num_bytes) for num_bytes in (self.stage_bytes, self.other.bytes))
         pipeline.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
         after_previous()
 
@@ -60,12 +60,12 @@ class AttentionForwardSm90(AttentionSm90):
         if wg == 0:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp == 0:
-                self.produce(atoms, score_atoms, sK, sV, tiles, sWalk, loaded, args)
+                self.produce(atoms, score_atoms, sK, sV, tiles, sWalk, keys, values, args)
             elif warp == 1:
                 self.produce_queries(atoms[0], sQ, queries, s)
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
-            self.consume(atoms[3], sQ, sK, sV, tiles, sWalk, queries, loaded, args, wg - 1, tid % 128)
+            self.consume(atoms[3], sQ, sK, sV, tiles, sWalk, queries, keys, values, args, wg - 1, tid % 128)
 
     @cute.jit
     def produce_queries(self, atom, sQ, queries, s: ScoreArgs):
@@ -82,7 +82,7 @@ class AttentionForwardSm90(AttentionSm90):
         queries.producer_tail(state)
 
     @cute.jit
-    def produce(self, atoms, score_atoms, sK, sV, tiles: ScoreTiles, sWalk, loaded, args: ForwardArgs):
+    def produce(self, atoms, score_atoms, sK, sV, tiles: ScoreTiles, sWalk, keys, values, args: ForwardArgs):
         s = args.scores
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.num_stages)
         policies = self.score_policies(s)
@@ -93,22 +93,24 @@ class AttentionForwardSm90(AttentionSm90):
             k_part = self.part(atoms[1], sK, self.of_head(atoms[1][1], head.key_head, head.batch), self.other)
             v_part = self.part(atoms[2], sV, self.of_head(atoms[2][1], head.key_head, head.batch), self.other)
             parts = [k_part, v_part, *self.score_parts(score_atoms, tiles, s, head)]
-            loads = [atoms, score_atoms, parts, policies]
-            state = self.load_item(loads, item, args, loaded, state, sWalk, 1)
-        loaded.producer_tail(state)
+            loads = [atoms, score_atoms, parts, policies, values]
+            state = self.load_item(loads, item, args, keys, state, sWalk, 1)
+        keys.producer_tail(state.clone())
+        values.producer_tail(state)
 
     @cute.jit
-    def load_tile(self, loads, item: Item, args: ForwardArgs, n: Int32, loaded, state, is_full):
-        """Loads tile n of k and v, and of bias and mask for an item's queries."""
-        atoms, score_atoms, parts, policies = loads
-        barrier = loaded.producer_get_barrier(state)
+    def load_tile(self, loads, item: Item, args: ForwardArgs, n: Int32, keys, state, is_full):
+        """Loads tile n of k, and of bias and mask for an item's queries, and then that of v."""
+        atoms, score_atoms, parts, policies, values = loads
+        barrier = keys.producer_get_barrier(state)
         self.load(atoms[1], parts[0], n, 0, state.index, barrier)
         self.load_scores(score_atoms, parts[2:], item.tile, n, state.index, barrier, policies, is_full)
-        self.load(atoms[2], parts[1], n, 0, state.index, barrier)
+        values.producer_acquire(state)
+        self.load(atoms[2], parts[1], n, 0, state.index, values.producer_get_barrier(state))
 
     @cute.jit
     def consume(
-        self, o_atom, sQ, sK, sV, tiles: ScoreTiles, sWalk, queries, loaded, args: ForwardArgs, wg: Int32,
+        self, o_atom, sQ, sK, sV, tiles: ScoreTiles, sWalk, queries, keys, values, args: ForwardArgs, wg: Int32,
         thread: Int32
     ):  # fmt: skip
         c, s = self.config, args.scores
@@ -135,32 +137,36 @@ class AttentionForwardSm90(AttentionSm90):
 
             # the first tile
             queries.consumer_wait(own)
-            loaded.consumer_wait(read)
+            keys.consumer_wait(read)
             self.multiply(x, qk_mmas, rQ, rK[None, None, None, read.index])
             cute.nvgpu.warpgroup.wait_group(0)
             at, is_full = self.loaded_block(block, sWalk, read.index, item.first)
             self.scores(x, s, tiles, read.index, at, None, None, is_full)
+            self.release(keys, read)
             self.exponentials(x, top, total)
             self.round_to_operand(p, x)
             read.advance()
             for n in cutlass.range(item.first + 1, self.last_of(item, args, 1), unroll=1):
-                loaded.consumer_wait(read)
+                keys.consumer_wait(read)
                 self.multiply(x, qk_mmas, rQ, rK[None, None, None, read.index])
+                values.consumer_wait(previous)
                 self.multiply(o, [pv_mma], p, rV[None, None, None, previous.index])
                 cute.nvgpu.warpgroup.wait_group(1)
                 at, is_full = self.loaded_block(block, sWalk, read.index, n)
                 self.scores(x, s, tiles, read.index, at, None, None, is_full)
+                self.release(keys, read)
                 rescale = self.exponentials(x, top, total)
                 cute.nvgpu.warpgroup.wait_group(0)
-                self.release(loaded, previous)
+                values.consumer_release(previous)
                 previous.advance()
                 for v in cutlass.range_constexpr(cute.size(o)):
                     o[v] = o[v] * rescale[v // 2 % 2]
                 self.round_to_operand(p, x)
                 read.advance()
+            values.consumer_wait(previous)
             self.multiply(o, [pv_mma], p, rV[None, None, None, previous.index])
             cute.nvgpu.warpgroup.wait_group(0)
-            self.release(loaded, previous)
+            values.consumer_release(previous)
             previous.advance()
             self.finish(o_atom, sQ, o, top, total, args, block)
             queries.consumer_release(own)  # the warp that issued the store of o waited until it was read
@@ -175,22 +181,26 @@ class AttentionForwardSm90(AttentionSm90):
 
     @cute.jit
     def exponentials(self, x: cute.Tensor, top: cute.Tensor, total: cute.Tensor):
-        """x = exp2(x - top) with the rows' new maxima; returns the factors for what was summed before."""
+        """x = exp(x - maximum of the row so far); returns the factors for what was summed before.
+
+        top: those maxima, in units of log2
+        """
         rescale = cute.make_rmem_tensor((2,), Float32)
         for r in cutlass.range_constexpr(2):
-            new = top[r]
+            new = -Float32.inf
             for i in cutlass.range_constexpr(cute.size(x)):
                 if const_expr(i // 2 % 2 == r):
                     new = cute.arch.fmax(new, x[i])
             for offset in (1, 2):
                 new = cute.arch.fmax(new, cute.arch.shuffle_sync_bfly(new, offset=offset))
+            new = cute.arch.fmax(top[r], new * LOG2_E)
             shift = Float32(0.0) if new == -Float32.inf else new
             rescale[r] = cute.math.exp2(top[r] - shift, fastmath=True)
             top[r] = new
             added = Float32(0.0)
             for i in cutlass.range_constexpr(cute.size(x)):
                 if const_expr(i // 2 % 2 == r):
-                    x[i] = cute.math.exp2(x[i] - shift, fastmath=True)
+                    x[i] = cute.math.exp2(x[i] * LOG2_E - shift, fastmath=True)
                     added = added + x[i]
             total[r] = total[r] * rescale[r] + added
         return rescale

@@ -1,8 +1,8 @@
 """What the kernels of attention share: tensors, tiles, loads, and scores with bias, mask, causality and window.
 
 A CTA has a tile of queries and walks over tiles of keys, or the reverse. The accumulator of q k^T has rows of queries
-(`rows_are_queries`) or of keys. Scores are in units of log2: x = log2(e) * (softcap(scale * q k^T) + bias), and -inf
-for keys that take no part.
+(`rows_are_queries`) or of keys. Scores are x = softcap(scale * q k^T) + bias, and -inf for keys that take no part. With
+a shift, as in backward, they are in units of log2: log2(e) * x - shift.
 """
 
 from typing import NamedTuple, Optional
@@ -337,13 +337,14 @@ class AttentionSm90(MaskWalk):
         self, acc: cute.Tensor, args: ScoreArgs, tiles: ScoreTiles, stage: Int32, block: Block, shift, tanhs,
         is_full=None,
     ):  # fmt: skip
-        """acc = x - shift for acc = q k^T; tanhs: registers for the softcap's tanh.
+        """acc = log2(e) * x - shift for acc = q k^T, or x without a shift; tanhs: registers for the softcap's tanh.
 
         shift and tanhs are tensors like acc, or None. is_full: 1 if the mask leaves all keys, else 0; None if unknown.
         """
-        factor = args.scale * LOG2_E
+        unit = 1.0 if const_expr(shift is None) else LOG2_E
+        factor = args.scale * unit
         if const_expr(self.problem.softcap):
-            inner, factor = args.scale / args.softcap, args.softcap * LOG2_E
+            inner, factor = args.scale / args.softcap, args.softcap * unit
             for i in cutlass.range_constexpr(cute.size(acc)):
                 acc[i] = tanh(acc[i] * inner)
                 if const_expr(tanhs is not None):
@@ -394,9 +395,9 @@ class AttentionSm90(MaskWalk):
 
     @cute.jit
     def add(self, acc: cute.Tensor, i: cutlass.Constexpr[int], factor: Float32, bias: Float32, shift):
-        added = bias * LOG2_E
+        added = bias
         if const_expr(shift is not None):
-            added = added - shift[i]
+            added = bias * LOG2_E - shift[i]
         acc[i] = acc[i] * factor + added
 
     @cute.jit
