@@ -324,6 +324,12 @@ def _registers(problem: AttentionProblem, config: AttentionConfig) -> int:
     return live + (tile // 2 if problem.softcap and kind in ("queries", "keys") else 0)
 
 
+def keys_ahead(problem: AttentionProblem, config: AttentionConfig) -> bool:
+    """Whether the kernel for dk and dv has registers to start the scores of the next tile before it ends a tile."""
+    more = config.tile // 4  # ds beside the scores
+    return not problem.mask and _registers(problem, config) + more <= REGISTERS[config.num_wgs][1]
+
+
 def attention_why_illegal(problem: AttentionProblem, config: AttentionConfig, gpu: Gpu) -> str | None:
     tiles = TILES[_KIND[type(problem)]]
     if config.num_wgs not in REGISTERS:

@@ -3,7 +3,8 @@
     p = exp2(x - shift)    dv = p^T do    ds = p * (do v^T - delta)    dk = scale * ds^T q    dbias = ds
 
 A CTA has `num_wgs` blocks of 64 keys and walks over the queries, of all query heads that share its key head. The
-accumulators of x and ds are transposed, so that they are operands of the second matmuls straight from registers.
+accumulators of x and ds are transposed, so that they are operands of the second matmuls straight from registers. If
+there are enough registers, k q^T of the next tile is in flight together with ds^T q of the current one.
 """
 
 from typing import NamedTuple
@@ -13,7 +14,7 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr, pipeline
 
-from quackish.configs.attention import BLOCK, KeysArgs, ScoreArgs
+from quackish.configs.attention import BLOCK, KeysArgs, ScoreArgs, keys_ahead
 from quackish.kernels.common.arguments import DTYPES
 from quackish.kernels.common.attention import AttentionSm90, Block, Head
 from quackish.kernels.common.dependent_launch import after_previous
@@ -37,6 +38,7 @@ class AttentionKeysSm90(AttentionSm90):
 
     def __init__(self, problem, config):
         super().__init__(problem, config)
+        self.ahead = keys_ahead(problem, config)
         self.staged = None  # dbias of a warp group before it is stored by TMA
         if problem.dbias and problem.bias_dtype != "float32":
             self.staged = SwizzledTile(DTYPES[problem.bias_dtype], self.tile_q, BLOCK)
@@ -189,14 +191,22 @@ class AttentionKeysSm90(AttentionSm90):
             dk.fill(0.0)
             dv.fill(0.0)
             keys.consumer_wait(own)
-            for j in cutlass.range(item.first, self.last_of(item, args, 0), unroll=1):
-                loaded.consumer_wait(read)
-                self.multiply(x, mmas, rK, rQ[None, None, None, read.index])
+            last = self.last_of(item, args, 0)
+            if const_expr(self.ahead):
+                if item.first < last:
+                    loaded.consumer_wait(read)
+                    self.multiply(x, mmas, rK, rQ[None, None, None, read.index])
+                    cute.nvgpu.warpgroup.wait_group(0)
+            for j in cutlass.range(item.first, last, unroll=1):
+                if const_expr(not self.ahead):
+                    loaded.consumer_wait(read)
+                    self.multiply(x, mmas, rK, rQ[None, None, None, read.index])
                 self.multiply(dp, mmas, rV, rDO[None, None, None, read.index])
                 n, is_full = self.loaded_tile(sWalk, read.index, j, self.problem.mask_aligned)
                 of_query, q0, k0 = self.place(n, item, args)
                 block = Block(of_query, q0, k0 + wg * BLOCK, self.tile_q, BLOCK, wg, thread)
-                cute.nvgpu.warpgroup.wait_group(1)  # x
+                if const_expr(not self.ahead):
+                    cute.nvgpu.warpgroup.wait_group(1)  # x
                 shift, delta = (self.per_column(sStats[None, r, read.index].iterator, thread) for r in range(2))
                 self.scores(x, s, tiles, read.index, block, shift, tanhs, is_full)
                 for v in cutlass.range_constexpr(cute.size(x)):
@@ -207,18 +217,28 @@ class AttentionKeysSm90(AttentionSm90):
                 for v in cutlass.range_constexpr(cute.size(x)):
                     x[v] = x[v] * (dp[v] - delta[v])
                 if const_expr(self.problem.dbias and not self.problem.ds_is_dbias):
-                    self.store_dbias(outputs, x, sDbias, args, block)
+                    self.store_dbias(x, sDbias, args, block)
                 if const_expr(tanhs is not None):
                     for v in cutlass.range_constexpr(cute.size(x)):
                         x[v] = x[v] * (1.0 - tanhs[v] * tanhs[v])
                 self.round_to_operand(ds, x)
                 if const_expr(self.problem.ds_is_dbias):
-                    self.store_dbias(outputs, ds, sDbias, args, block)
+                    self.store_dbias(ds, sDbias, args, block)
+                if const_expr(self.ahead):
+                    # With dv in flight too, ptxas would wait for each WGMMA at once.
+                    cute.nvgpu.warpgroup.wait_group(0)
                 self.multiply(dk, [rows_mma], ds, rQt[None, None, None, read.index])
-                # With dk in flight at the end of the loop, ptxas would wait for each WGMMA at once.
-                cute.nvgpu.warpgroup.wait_group(0)
-                self.release(loaded, read)
+                current = read.clone()
                 read.advance()
+                if const_expr(self.ahead):
+                    if j + 1 < last:
+                        loaded.consumer_wait(read)
+                        self.multiply(x, mmas, rK, rQ[None, None, None, read.index])
+                if const_expr(self.staged is not None):
+                    self.write_dbias(outputs[2], sDbias, block)
+                # The same with dk in flight at the end of the loop.
+                cute.nvgpu.warpgroup.wait_group(0)
+                self.release(loaded, current)
             for v in cutlass.range_constexpr(cute.size(dk)):
                 dk[v] = dk[v] * s.scale
             for j, (result, to) in enumerate(((dk, sK), (dv, sV))):
@@ -229,11 +249,11 @@ class AttentionKeysSm90(AttentionSm90):
             own.advance()
 
     @cute.jit
-    def store_dbias(self, outputs, dbias: cute.Tensor, sDbias, args: KeysArgs, block: Block):
-        s, head = args.scores, block.head
-        if const_expr(self.staged is None):  # fp32: whole sectors of 32 bytes, straight from registers
-            q, k = self.position(block, 0)
-            at = self.start(args.dbias, head) + (Int64(q) * args.dbias.row + k)
+    def store_dbias(self, dbias: cute.Tensor, sDbias, args: KeysArgs, block: Block):
+        """Stores in the warp group's tile in shared memory, for `write_dbias`; in fp32 in global memory."""
+        if const_expr(self.staged is None):  # whole sectors of 32 bytes, straight from registers
+            s, (q, k) = args.scores, self.position(block, 0)
+            at = self.start(args.dbias, block.head) + (Int64(q) * args.dbias.row + k)
             for i in cutlass.range_constexpr(0, cute.size(dbias), 4):  # two queries, of two keys each
                 for c in cutlass.range_constexpr(2):
                     for r in cutlass.range_constexpr(2):
@@ -241,8 +261,7 @@ class AttentionKeysSm90(AttentionSm90):
                             vector_at(at, 8 * r, 1)[0] = dbias[i + c + 2 * r]
                     at = at + (7 * args.dbias.row if const_expr(c == 1) else args.dbias.row)
         else:
-            issues = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0
-            if issues:
+            if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
             cute.arch.barrier(barrier_id=1 + block.wg, number_of_threads=128)
             base = self.staged.columns_base(sDbias[None, None, block.wg].iterator, Int32(0), block.thread)
@@ -251,10 +270,13 @@ class AttentionKeysSm90(AttentionSm90):
                 for i in cutlass.range_constexpr(8):
                     values[i] = dbias[4 * j + i].to(self.staged.dtype)
                 self.staged.store(self.staged.columns_at(base, j), values, True)
-            cute.arch.fence_view_async_shared()
-            cute.arch.barrier(barrier_id=1 + block.wg, number_of_threads=128)
-            if issues:
-                atom = outputs[2]
-                part = self.part(atom, sDbias, self.of_head(atom[1], head.query_head, head.batch), self.staged)
-                cute.copy(atom[0], part[0][None, block.wg], part[1][None, block.q0 // self.tile_q, block.k0 // BLOCK])
-                cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def write_dbias(self, atom, sDbias, block: Block):
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=1 + block.wg, number_of_threads=128)
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
+            of_head = self.of_head(atom[1], block.head.query_head, block.head.batch)
+            part = self.part(atom, sDbias, of_head, self.staged)
+            cute.copy(atom[0], part[0][None, block.wg], part[1][None, block.q0 // self.tile_q, block.k0 // BLOCK])
+            cute.arch.cp_async_bulk_commit_group()
