@@ -85,7 +85,7 @@ def test_classes_compile_without_spills(by_vectors):
 
 def test_measured_configs():
     """The fastest of those that an H200 ran: benchmarks/results/H200/attention.md."""
-    for d, forward, keys, product in ((64, (128, 3), (128, 2), (128, 4)), (128, (64, 3), (64, 3), (128, 3))):
+    for d, forward, keys, product in ((64, (128, 3), (128, 2), (128, 4)), (128, (128, 2), (64, 3), (128, 3))):
         fields = dict(dtype=BF16, d=d, bias_dtype=BF16)
         of = {
             AttentionForwardProblem(**fields): forward,
@@ -111,18 +111,18 @@ def test_every_problem_has_a_legal_config():
 
 
 @pytest.mark.parametrize(
-    "config, why",
+    "problem, config, why",
     [
-        ((1, 128, 2), "num_wgs is 1; expected 2 or 3"),
-        ((2, 32, 2), "tile is 32; expected one of 128, 64"),
-        ((2, 64, 1), "num_stages is 1; expected at least 2"),
-        ((3, 128, 2), "about 200 registers per thread, of 160; expected a smaller tile or fewer warp groups"),
-        ((2, 128, 4), "expected fewer stages or a smaller tile"),
+        (AttentionForwardProblem, (1, 128, 2), "num_wgs is 1; expected 2 or 3"),
+        (AttentionForwardProblem, (2, 32, 2), "tile is 32; expected one of 128, 64"),
+        (AttentionForwardProblem, (2, 64, 0), "num_stages is 0; expected at least 1"),
+        (AttentionQueriesProblem, (2, 64, 1), "num_stages is 1; expected at least 2"),
+        (AttentionForwardProblem, (3, 128, 2), "about 200 registers per thread, of 160; expected a smaller tile or fewer warp groups"),
+        (AttentionForwardProblem, (2, 128, 4), "expected fewer stages or a smaller tile"),
     ],
 )
-def test_illegal_configs(config, why):
-    problem = AttentionForwardProblem(BF16, 128, BF16)
-    assert why in attention_why_illegal(problem, AttentionConfig(*config), H200)
+def test_illegal_configs(problem, config, why):
+    assert why in attention_why_illegal(problem(BF16, 128, BF16), AttentionConfig(*config), H200)
 
 
 def test_parts_of_a_broadcast_sum():

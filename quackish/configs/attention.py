@@ -336,7 +336,7 @@ def attention_why_illegal(problem: AttentionProblem, config: AttentionConfig, gp
         return f"num_wgs is {config.num_wgs}; expected 2 or 3"
     if config.tile not in tiles:
         return f"tile is {config.tile}; expected one of {', '.join(map(str, tiles))}"
-    least = 2 if _KIND[type(problem)] in ("forward", "queries") else 1  # a stage is released after the next is loaded
+    least = 2 if _KIND[type(problem)] == "queries" else 1  # it releases a stage after it has the next one
     if config.num_stages < least:
         return f"num_stages is {config.num_stages}; expected at least {least}"
     needed, registers = _registers(problem, config), REGISTERS[config.num_wgs][1]
@@ -359,8 +359,8 @@ TILES = {"forward": (128, 64), "queries": (128, 64), "product": (128, 64), "keys
 
 # (tile, smallest number of stages), the best first. H200, bf16, B 4, H 16, L 2048, bias (B, H, L, L), median ms:
 _PREFERRED = {
-    # d 64: (2, 128, 3) 0.233, (2, 64, 4) 0.242, (2, 128, 2) 0.324; d 128: (2, 64, 3) 0.319, (2, 128, 2) 0.435
-    "forward": ((128, 3), (64, 2)),
+    # H100: d 64: (2, 128, 3) 0.228, (2, 128, 2) 0.231, (2, 64, 4) 0.240; d 128: (2, 128, 2) 0.290, (2, 64, 3) 0.302
+    "forward": ((128, 2), (64, 2)),
     # when it stored dbias: d 64: (2, 64, 4) 0.356, (2, 128, 2) 0.376; d 128: (2, 64, 3) 0.513, (2, 64, 2) 0.565
     "queries": ((128, 3), (64, 2)),
     # the whole backward, with dbias: d 64: (2, 128, 2) 0.547, (2, 64, 4) 0.616; d 128: (2, 64, 3) and (2, 64, 2) 0.827

@@ -178,8 +178,8 @@ class AttentionSm90(MaskWalk):
 
     @cute.jit
     def tile_and_head(self, i: Int32, tiles: Int32, heads: Int32):
-        """The i-th (tile, head). With causality and windows all tiles with most work come first."""
-        if const_expr(self.problem.band):
+        """The i-th (tile, head). Where tiles differ in work, those of one CTA are far from each other."""
+        if const_expr(self.problem.band or self.problem.mask):
             return i // heads, i % heads
         return i % tiles, i // tiles
 
