@@ -171,8 +171,7 @@ class AttentionSteps:
     # Memory and launches
 
     def _contiguous(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-        return self.empty(tuple(shape), tuple(strides), dtype)
+        return self.empty(tuple(shape), _contiguous_strides(shape), dtype)
 
     def _like(self, t: Tensor) -> Tensor:
         return self.empty(tuple(t.shape), strides_like(t, t.shape[3]), t.dtype)
@@ -182,6 +181,11 @@ class AttentionSteps:
 
     def _find_kernel(self, epoch: int, problem: Problem) -> Callable[..., None]:
         return self.device.kernel_for(_KERNELS[type(problem)], problem, self.device.gpu).launch
+
+
+@functools.lru_cache(maxsize=4096)
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def steps_of(device: Device) -> AttentionSteps:
@@ -212,34 +216,56 @@ def _readable(inputs: Inputs) -> Inputs:
 
 def _aligned(t: Tensor) -> Tensor:
     """t, or a copy if TMA cannot read it."""
-    strides = [stride for stride, size in zip(t.stride()[:3], t.shape, strict=False) if size > 1]
-    legal = t.stride(3) == 1 and all(stride > 0 and stride % 8 == 0 for stride in strides)
-    return t if legal and t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.contiguous_format)
+    if t.data_ptr() % 16 == 0 and _strides(t.shape, t.stride()) is not None:
+        return t
+    return t.clone(memory_format=torch.contiguous_format)
 
 
 def _strided(t: Tensor) -> Strided:
-    """t of `_aligned`. The stride of a dimension of size 1 is not used, but must be legal."""
-    batch, head, row = (stride if size > 1 else 8 for stride, size in zip(t.stride()[:3], t.shape, strict=False))
-    return Strided(t.data_ptr(), batch, head, row)
+    """t of `_aligned`."""
+    return Strided(t.data_ptr(), *_strides(t.shape, t.stride()))
+
+
+# What depends on shapes and strides alone is kept: it costs more than the rest of a launch.
+
+
+@functools.lru_cache(maxsize=4096)
+def _strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Strides of batch, head and row; None if TMA cannot read such a tensor of 16 bits.
+
+    The stride of a dimension of size 1 is not used, but must be legal.
+    """
+    used = tuple(stride if size > 1 else 8 for stride, size in zip(strides[:3], shape, strict=False))
+    return used if strides[3] == 1 and all(stride > 0 and stride % 8 == 0 for stride in used) else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _has_aligned_rows(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, num_q: int, num_k: int) -> bool:
+    batch, head, row, column = strides
+    used = [s * itemsize for s, size in ((batch, shape[0]), (head, shape[1]), (row, num_q)) if size > 1]
+    return (
+        shape[2:] == (num_q, num_k) and column == 1 and row > 0 and min(used, default=0) >= 0
+        and all(stride % 16 == 0 for stride in used)
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=4096)
+def _broadcast_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True))
 
 
 def _is_aligned(t: Tensor | None, num_q: int, num_k: int) -> bool:
     """True if TMA can load tiles of a bias or mask."""
     if t is None:
         return True
-    batch, head, row, column = t.stride()
-    strides = [s * t.itemsize for s, size in ((batch, t.shape[0]), (head, t.shape[1]), (row, num_q)) if size > 1]
-    return (
-        t.shape[2:] == (num_q, num_k) and column == 1 and row > 0 and min(strides, default=0) >= 0
-        and t.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in strides)
-    )  # fmt: skip
+    return t.data_ptr() % 16 == 0 and _has_aligned_rows(t.shape, t.stride(), t.itemsize, num_q, num_k)
 
 
 def _broadcast(t: Tensor | None, aligned: bool) -> Strided | None:
     """A bias or a mask."""
     if t is None:
         return None
-    batch, head, row, column = (0 if size == 1 else stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    batch, head, row, column = _broadcast_strides(t.shape, t.stride())
     return Strided(t.data_ptr(), batch, head, row, None if aligned else column)
 
 
