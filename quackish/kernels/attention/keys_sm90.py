@@ -113,7 +113,8 @@ class AttentionKeysSm90(AttentionSm90):
     @cute.jit
     def key_item(self, i: Int32, s: ScoreArgs) -> KeyItem:
         heads = s.heads // s.group
-        tile, head = self.tile_and_head(i, cute.ceil_div(s.num_k, self.tile_k), heads * s.batch)
+        tiles = cute.ceil_div(s.num_k, self.tile_k)
+        tile, head = self.tile_and_head(i, tiles, heads * s.batch, self.problem.band)
         first, last = self.query_tiles(s, tile * self.tile_k, self.tile_k, self.tile_q)
         head = Head(head // heads, head % heads * s.group, head % heads)
         return KeyItem(head, tile, Int32(0), s.group * (last - first), first, last - first)

@@ -177,9 +177,9 @@ class AttentionSm90(MaskWalk):
     # Device: walk
 
     @cute.jit
-    def tile_and_head(self, i: Int32, tiles: Int32, heads: Int32):
-        """The i-th (tile, head). Where tiles differ in work, those of one CTA are far from each other."""
-        if const_expr(self.problem.band or self.problem.mask):
+    def tile_and_head(self, i: Int32, tiles: Int32, heads: Int32, by_tiles: cutlass.Constexpr[bool]):
+        """The i-th (tile, head). by_tiles: a tile of all heads comes before the next, because tiles differ in work."""
+        if const_expr(by_tiles):
             return i // heads, i % heads
         return i % tiles, i // tiles
 
@@ -212,9 +212,11 @@ class AttentionSm90(MaskWalk):
     @cute.jit
     def query_item(self, i: Int32, s: ScoreArgs) -> Item:
         tiles = cute.ceil_div(s.num_q, self.tile_q)
-        tile, head = self.tile_and_head(i, tiles, s.heads * s.batch)
+        heads = s.heads * s.batch
+        tile, head = self.tile_and_head(i, tiles, heads, self.problem.band or self.problem.mask)
         if const_expr(self.problem.band):
             tile = tiles - 1 - tile  # with causality, the last tiles have most keys
+        head = heads - 1 - head  # the kernel before, for dk and dv, wrote those of the last heads last: into the L2
         head = Head(head // s.heads, head % s.heads, head % s.heads // s.group)
         first, last = self.key_tiles(s, tile * self.tile_q, self.tile_q, self.tile_k)
         return Item(head, tile, first, last)
