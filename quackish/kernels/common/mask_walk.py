@@ -126,7 +126,7 @@ class MaskWalk:
 
     @cute.jit
     def release(self, loaded, state):
-        """`consumer_release`, for a warp whose lanes have read what is in shared memory, such as `sWalk`."""
+        """`consumer_release`, for a warp whose lanes have read what is in shared memory, such as a mask."""
         cute.arch.sync_warp()
         loaded.consumer_release(state)
 
@@ -135,5 +135,8 @@ class MaskWalk:
         """(tile, `is_full` of `scores`, or None to always mask) of a loaded stage; without a mask it is tile n."""
         if const_expr(sWalk is None):
             return n, None
-        word = sWalk[stage]
+        word = Int32(0)
+        if cute.arch.lane_idx() == 0:  # the lane that releases the stage: racecheck knows nothing of the others' reads
+            word = sWalk[stage]
+        word = cute.arch.shuffle_sync(word, 0)
         return word // 2, word % 2 if const_expr(is_known_full) else None
