@@ -274,6 +274,7 @@ class AttentionKeysSm90(AttentionSm90):
 
     @cute.jit
     def write_dbias(self, atom, sDbias, block: Block):
+        """Copies the warp group's tile to global memory."""
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=1 + block.wg, number_of_threads=128)
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
