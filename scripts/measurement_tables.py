@@ -381,7 +381,7 @@ ATTENTION = {"quackish": "quackish", "FlexAttention": "flex", "memory-efficient 
 def attention_ms(shape: str, data: str, names: Sequence[str]) -> Iterator[str]:
     where = dict(shape=shape, data=data, direction="forward+backward")
     for name in names:
-        yield ms(find("H200/scaled_dot_product_attention.csv", provider=name, **where))
+        yield ms(find("H100/scaled_dot_product_attention.csv", provider=name, **where))
 
 
 def attention_rows() -> Table:
@@ -391,18 +391,23 @@ def attention_rows() -> Table:
         for d in (64, 128):
             shape = f"{batch}x16x{length}x{d}"
             yield of_shape(shape), "(B, H, L, L), bf16", *attention_ms(shape, "normal", names)
-    for dtype, words in (("bf16", ""), ("fp32", " bias_dtype=float32")):
-        for bias in ("B,H", "1,H", "B,1", "1,1"):
-            if bias != "B,H" or words:
-                cells = attention_ms("4x16x2048x64", f"attn_bias={bias}{words}", names)
-                yield "4, 16, 2048, 64", f"({bias.replace(',', ', ')}, L, L), {dtype}", *cells
+    for d in (64, 128):
+        shape = f"4x16x2048x{d}"
+        for bias in ("1,H", "B,1", "1,1"):
+            cells = attention_ms(shape, f"attn_bias={bias}", names)
+            yield of_shape(shape), f"({bias.replace(',', ', ')}, L, L), bf16", *cells
+    for bias in ("B,H", "1,H", "B,1", "1,1"):
+        cells = attention_ms("4x16x2048x64", f"attn_bias={bias} bias_dtype=float32", names)
+        yield "4, 16, 2048, 64", f"({bias.replace(',', ', ')}, L, L), fp32", *cells
 
 
 def attention_mask_rows() -> Table:
     names = {"quackish": "quackish", "FlexAttention": "flex-block-mask", "cuDNN SDPA": "torch-cudnn"}
-    yield "mask", *names
+    yield "mask", "D", *names
     for title, mask in {"random half": "half", "the top 1024 of a row": "top", "blocks of 128": "blocks"}.items():
-        yield title, *attention_ms("2x16x4096x64", f"attn_bias=none attn_mask={mask}", tuple(names.values()))
+        for d in (64, 128):
+            of_mask = f"attn_bias=none attn_mask={mask}"
+            yield title, str(d), *attention_ms(f"2x16x4096x{d}", of_mask, tuple(names.values()))
 
 
 def sharded_rows() -> Table:
