@@ -49,7 +49,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ]
     kept = set(selected)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = selected
+    # The longest first: last, one process would wait for it.
+    items[:] = sorted(selected, key=lambda item: not _is_first(item))
+
+
+def _is_first(item: pytest.Item) -> bool:
+    marker = item.get_closest_marker("exhaustive")
+    return marker is not None and marker.kwargs.get("first", False)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -23,7 +23,7 @@ from quackish.configs.attention import (
 )
 from quackish.gpu import H200
 from quackish.launch import cubin
-from tests.variants import check_compiles, one_per_kernel
+from tests.variants import check_compiles, one_per, one_per_kernel
 
 BF16, FP16, FP32 = "bfloat16", "float16", "float32"
 FIELDS = [  # one of each kernel is compiled in every run of the tests
@@ -58,20 +58,27 @@ def test_compiles_without_spills(name, problem, gpu):
     check_compiles(name, problem, attention_config(problem, gpu), gpu)
 
 
-@pytest.mark.parametrize("d", [64, 128])
-def test_matmuls_overlap(d):
+@pytest.mark.parametrize(
+    "name, problem",
+    one_per(
+        lambda name, problem: name,
+        [
+            ("attention_fwd", AttentionForwardProblem(BF16, 128, BF16)),
+            ("attention_fwd", AttentionForwardProblem(BF16, 64, BF16)),
+            ("attention_bwd_keys", AttentionKeysProblem(BF16, 128, BF16, dbias=True)),
+            ("attention_bwd_keys", AttentionKeysProblem(BF16, 64, BF16, dbias=True)),
+            ("attention_bwd_keys", AttentionKeysProblem(BF16, 128, mask=True)),
+            ("attention_bwd_queries", AttentionQueriesProblem(BF16, 128, BF16)),
+            ("attention_bwd_queries", AttentionQueriesProblem(BF16, 64, BF16)),
+        ],
+    ),
+)
+def test_matmuls_overlap(name, problem):
     """ptxas waits for each WGMMA at once if it finds fault with a loop: then there are as many waits as WGMMAs."""
-    fields = dict(dtype=BF16, d=d, bias_dtype=BF16)
-    for name, problem in (
-        ("attention_fwd", AttentionForwardProblem(**fields)),
-        ("attention_bwd_keys", AttentionKeysProblem(**fields, dbias=True)),
-        ("attention_bwd_keys", AttentionKeysProblem(BF16, d, mask=True)),
-        ("attention_bwd_queries", AttentionQueriesProblem(**fields)),
-    ):
-        config = attention_config(problem, H200)
-        _, sass = cubin.disassemble(kernels.find(name, H200), problem, config, H200.target)
-        wgmmas, waits = (sum(word in i.text for i in sass) for word in ("HGMMA", "WARPGROUP.DEPBAR"))
-        assert 0 < waits < wgmmas / 2, (name, waits, wgmmas)
+    config = attention_config(problem, H200)
+    _, sass = cubin.disassemble(kernels.find(name, H200), problem, config, H200.target)
+    wgmmas, waits = (sum(word in i.text for i in sass) for word in ("HGMMA", "WARPGROUP.DEPBAR"))
+    assert 0 < waits < wgmmas / 2, (waits, wgmmas)
 
 
 @pytest.mark.parametrize("dlse", [True, False])

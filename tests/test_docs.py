@@ -202,7 +202,9 @@ def test_softmax_reference(dtype):
     x[1] += 1000.0
     got, truth = softmax.softmax(x), torch.softmax(x.double(), -1)
     assert got.dtype == dtype
-    assert (got.double() - truth).abs().max() <= 2 * (torch.softmax(x, -1).double() - truth).abs().max()
+    # rounding to dtype, and a few roundings in fp32 before it; PyTorch's own error differs from CPU to CPU
+    bound = torch.finfo(dtype).eps / 2 + 4 * torch.finfo(torch.float32).eps
+    assert (got.double() - truth).abs().max() <= bound
     assert softmax.softmax(x[:0]).shape == (0, 300)
 
 

@@ -41,6 +41,7 @@ def summaries(out: Path) -> list[dict]:
     return json.loads((out / "summary.json").read_text())["seeds"]
 
 
+@pytest.mark.exhaustive
 def test_both_models_learn_the_same(tmp_path):
     done = train_lm("--out", tmp_path, token_bytes=2)
     assert done.returncode == 0, done.stderr

@@ -61,7 +61,7 @@ def test_differences_are_noticed(script, monkeypatch):
     assert script.compare(kind).is_wrong
 
 
-@pytest.mark.exhaustive
+@pytest.mark.exhaustive(first=True)
 def test_all_models(script):
     """About two minutes on one core."""
     results = [script.compare(kind) for kind in script.model_classes().values()]
