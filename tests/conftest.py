@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ]
     kept = set(selected)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    # The longest first: last, one process would wait for it.
+    # The longest test runs first, so that no process runs it alone at the end.
     items[:] = sorted(selected, key=lambda item: not _is_first(item))
 
 

@@ -92,7 +92,7 @@ def test_classes_compile_without_spills(by_vectors):
 
 
 def test_measured_configs():
-    """The fastest of those that an H200 ran: benchmarks/results/H200/attention.md."""
+    """The fastest of those that an H100 or H200 ran: benchmarks/results/H200/attention.md."""
     for d, forward, keys, product in ((64, (128, 3), (128, 2), (128, 4)), (128, (128, 2), (64, 3), (128, 3))):
         fields = dict(dtype=BF16, d=d, bias_dtype=BF16)
         of = {
@@ -104,6 +104,7 @@ def test_measured_configs():
             assert attention_config(problem, H200) == AttentionConfig(2, *expected)
         of_keys = AttentionKeysProblem(**fields, dbias=True)
         assert keys_ahead(of_keys, AttentionConfig(2, *keys)) == (d == 128)  # at d 64 fewer, larger tiles are faster
+        assert not keys_ahead(of_keys, AttentionConfig(2, 64, 1))
 
 
 def test_every_problem_has_a_legal_config():

@@ -1,5 +1,7 @@
 """Attention's kernels in the emulator and on a GPU: numbers, bits, skipped tiles, CUDA graphs, compilation."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from quackish.errors import UnsupportedError
 from quackish.gpu import H200
 from quackish.ops.device import Device, substitute
 from quackish.ops.kernel_for import kernel_for
-from quackish.testing.errors import same_bits
+from quackish.testing.errors import error, same_bits
 from tests.attention_cases import BF16, FP16, FP32, FP64, assert_right, case, step, truth
 from tests.cuda_graphs import captured, no_synchronization
 from tests.emulator_cases import HOPPER, QUICK, emulated
@@ -41,6 +43,36 @@ def test_broadcast_bias_emulated(where):
         got = step(args)
     assert launches(report)[-1] == "attention_bwd_bias"
     assert_right(got, truth(args), FP16)
+
+
+@pytest.mark.parametrize("where", [QUICK, pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_large_scores(where):
+    """Biases of -1e9 for all keys of the first tile, of 1e30 and others: as exact as scores in fp32.
+
+    On a GPU a product and a sum may be one multiply-add, which rounds differently; in the emulator they are not.
+    """
+    device = "cpu" if where == QUICK else where
+    args = case(1, 1, 64, 200, bias=(1, 1, 64, 200), bias_dtype=FP32, dtype=FP16, device=device)
+    with torch.no_grad():
+        bias = args["attn_bias"][0, 0]
+        bias[:20, :130] -= 1e9
+        bias[20:30, :130] -= 1e30
+        bias[30:40] -= 1e9  # all keys of these rows
+        bias[40:50, 150:] += 1e30
+        bias[50:60, 140:] = torch.finfo(FP32).min
+        want = attention(**args, backend="reference")
+        with emulated(QUICK) if where == QUICK else contextlib.nullcontext():
+            got = attention(**args, backend="cute")
+    assert error(got, want.double()).within(norm=2**-10, worst=2**-7)
+
+
+@pytest.mark.exhaustive
+def test_one_stage_emulated():
+    args = case(1, 1, 70, 200, 128, bias=(1, 1, 70, 200))
+    one = dict(num_stages=1)
+    forced = quackish.config(attention_forward=one, attention_backward_keys=one, attention_backward_product=one)
+    with forced, emulated(QUICK):
+        assert_right(step(args), truth(args))
 
 
 @pytest.mark.exhaustive

@@ -325,9 +325,12 @@ def _registers(problem: AttentionProblem, config: AttentionConfig) -> int:
 
 
 def keys_ahead(problem: AttentionProblem, config: AttentionConfig) -> bool:
-    """Whether the kernel for dk and dv has registers to start the scores of the next tile before it ends a tile."""
-    more = config.tile // 4  # ds beside the scores
-    return not problem.mask and _registers(problem, config) + more <= REGISTERS[config.num_wgs][1]
+    """True if the kernel for dk and dv starts the next tile's scores before it ends this tile.
+
+    That takes registers for ds beside the scores, which masks do not leave, and another stage.
+    """
+    needed = _registers(problem, config) + config.tile // 4
+    return not problem.mask and config.num_stages > 1 and needed <= REGISTERS[config.num_wgs][1]
 
 
 def attention_why_illegal(problem: AttentionProblem, config: AttentionConfig, gpu: Gpu) -> str | None:
@@ -359,14 +362,16 @@ TILES = {"forward": (128, 64), "queries": (128, 64), "product": (128, 64), "keys
 
 # (tile, smallest number of stages), the best first. H200, bf16, B 4, H 16, L 2048, bias (B, H, L, L), median ms:
 _PREFERRED = {
-    # d 64 (H100): (2, 128, 3) 0.228, (2, 128, 2) 0.231, (2, 64, 4) 0.240; d 128: (2, 128, 2) 0.285, (2, 64, 3) 0.301
+    # H100, minima: d 64: (2, 128, 3) 0.227, (2, 128, 2) 0.227, (2, 64, 4) 0.240;
+    # d 128: (2, 128, 2) 0.285, (2, 64, 3) 0.302
     "forward": ((128, 2), (64, 2)),
     # when it stored dbias: d 64: (2, 64, 4) 0.356, (2, 128, 2) 0.376; d 128: (2, 64, 3) 0.513, (2, 64, 2) 0.565
     "queries": ((128, 3), (64, 2)),
     # the whole backward, with dbias, minima: d 64: (2, 128, 2) 0.524, (2, 64, 4) 0.532, (2, 64, 5) 0.535;
     # d 128: (2, 64, 3) 0.674, (2, 64, 2) 0.706
     "keys": ((128, 2), (64, 2), (64, 1), (32, 2)),
-    # the whole backward: d 64: (2, 128, 3) 0.547, (2, 64, 4) 0.549; d 128: (2, 128, 3) 0.827, (2, 64, 4) 0.831
+    # the whole backward, with an older kernel for dk and dv:
+    # d 64: (2, 128, 3) 0.547, (2, 64, 4) 0.549; d 128: (2, 128, 3) 0.827, (2, 64, 4) 0.831
     "product": ((128, 2), (64, 2)),
     # other configs were not measured
     "bias": ((128, 2), (64, 2), (64, 1)),

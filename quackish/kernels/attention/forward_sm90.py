@@ -14,6 +14,8 @@ from quackish.kernels.common.attention import AttentionSm90, Block, Item, ScoreT
 from quackish.kernels.common.dependent_launch import after_previous
 from quackish.kernels.common.math import LN_2, LOG2_E
 
+LARGE = 2.0**20  # scores
+
 
 class AttentionForwardSm90(AttentionSm90):
     rows_are_queries = True
@@ -181,21 +183,28 @@ class AttentionForwardSm90(AttentionSm90):
 
     @cute.jit
     def exponentials(self, x: cute.Tensor, top: cute.Tensor, total: cute.Tensor):
-        """x = exp(x - maximum of the row so far); returns the factors for what was summed before.
-
-        top: those maxima, in units of log2
-        """
+        """x = exp(x - top) with the rows' new maxima; returns the factors for what was summed before."""
         rescale = cute.make_rmem_tensor((2,), Float32)
         for r in cutlass.range_constexpr(2):
-            new = -Float32.inf
+            new = top[r]
             for i in cutlass.range_constexpr(cute.size(x)):
                 if const_expr(i // 2 % 2 == r):
                     new = cute.arch.fmax(new, x[i])
             for offset in (1, 2):
                 new = cute.arch.fmax(new, cute.arch.shuffle_sync_bfly(new, offset=offset))
-            new = cute.arch.fmax(top[r], new * LOG2_E)
-            shift = Float32(0.0) if new == -Float32.inf else new
-            rescale[r] = cute.math.exp2(top[r] - shift, fastmath=True)
+            base = Float32(0.0) if new * LOG2_E == -Float32.inf else new
+            shift = base * LOG2_E
+            rescale[r] = cute.math.exp2(top[r] * LOG2_E - shift, fastmath=True)
+            # x * LOG2_E - shift is one multiply-add. It is not 0 where x is the maximum, because only shift is rounded:
+            # too far from 0 if x is large.
+            is_large = (base > LARGE) | (base < -LARGE)
+            if cute.arch.vote_any_sync(is_large):
+                subtracted = base if is_large else Float32(0.0)
+                for i in cutlass.range_constexpr(cute.size(x)):
+                    if const_expr(i // 2 % 2 == r):
+                        x[i] = x[i] - subtracted
+                if is_large:
+                    rescale[r], shift = cute.math.exp2((top[r] - base) * LOG2_E, fastmath=True), Float32(0.0)
             top[r] = new
             added = Float32(0.0)
             for i in cutlass.range_constexpr(cute.size(x)):
@@ -218,7 +227,7 @@ class AttentionForwardSm90(AttentionSm90):
                     o[i] = Float32(0.0) if total[r] == 0.0 else o[i] * divided
             row = block.q0 + pair_rows(block.thread) + 8 * r
             if block.thread % 4 == 0 and row < s.num_q:
-                lse = (top[r] + cute.math.log2(total[r])) * LN_2
+                lse = top[r] + cute.math.log2(total[r]) * LN_2
                 at = (Int64(head.batch) * s.heads + head.query_head) * s.num_q + row
                 (args.lse + at).store(-Float32.inf if total[r] == 0.0 else lse)
         self.store_rows(o, sQ[None, None, block.wg].iterator, block.thread)

@@ -4,7 +4,7 @@
 
 A CTA has `num_wgs` blocks of 64 keys and walks over the queries, of all query heads that share its key head. The
 accumulators of x and ds are transposed, so that they are operands of the second matmuls straight from registers. If
-there are enough registers, k q^T of the next tile is in flight together with ds^T q of the current one.
+there are enough registers (`keys_ahead`), k q^T of the next tile is in flight together with ds^T q of this one.
 """
 
 from typing import NamedTuple
@@ -226,7 +226,7 @@ class AttentionKeysSm90(AttentionSm90):
                 if const_expr(self.problem.ds_is_dbias):
                     self.store_dbias(ds, sDbias, args, block)
                 if const_expr(self.ahead):
-                    # With dv in flight too, ptxas would wait for each WGMMA at once.
+                    # dv: with dv, dk and x in flight, ptxas waits for each WGMMA at once
                     cute.nvgpu.warpgroup.wait_group(0)
                 self.multiply(dk, [rows_mma], ds, rQt[None, None, None, read.index])
                 current = read.clone()
@@ -237,7 +237,7 @@ class AttentionKeysSm90(AttentionSm90):
                         self.multiply(x, mmas, rK, rQ[None, None, None, read.index])
                 if const_expr(self.staged is not None):
                     self.write_dbias(outputs[2], sDbias, block)
-                # The same with dk in flight at the end of the loop.
+                # dk: in flight at the end of the loop, ptxas waits for each WGMMA at once
                 cute.nvgpu.warpgroup.wait_group(0)
                 self.release(loaded, current)
             for v in cutlass.range_constexpr(cute.size(dk)):

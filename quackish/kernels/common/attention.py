@@ -178,7 +178,10 @@ class AttentionSm90(MaskWalk):
 
     @cute.jit
     def tile_and_head(self, i: Int32, tiles: Int32, heads: Int32, by_tiles: cutlass.Constexpr[bool]):
-        """The i-th (tile, head). by_tiles: a tile of all heads comes before the next, because tiles differ in work."""
+        """The i-th (tile, head). by_tiles: each tile of all heads comes before the next tile.
+
+        Where tiles differ in work, that gives a CTA tiles that are far from each other.
+        """
         if const_expr(by_tiles):
             return i // heads, i % heads
         return i % tiles, i // tiles
@@ -216,7 +219,7 @@ class AttentionSm90(MaskWalk):
         tile, head = self.tile_and_head(i, tiles, heads, self.problem.band or self.problem.mask)
         if const_expr(self.problem.band):
             tile = tiles - 1 - tile  # with causality, the last tiles have most keys
-        head = heads - 1 - head  # the kernel before, for dk and dv, wrote those of the last heads last: into the L2
+        head = heads - 1 - head  # in backward, ds of the last heads may still be in the L2; not measured alone
         head = Head(head // s.heads, head % s.heads, head % s.heads // s.group)
         first, last = self.key_tiles(s, tile * self.tile_q, self.tile_q, self.tile_k)
         return Item(head, tile, first, last)
@@ -339,9 +342,10 @@ class AttentionSm90(MaskWalk):
         self, acc: cute.Tensor, args: ScoreArgs, tiles: ScoreTiles, stage: Int32, block: Block, shift, tanhs,
         is_full=None,
     ):  # fmt: skip
-        """acc = log2(e) * x - shift for acc = q k^T, or x without a shift; tanhs: registers for the softcap's tanh.
+        """acc = log2(e) * x - shift for acc = q k^T, or x without a shift.
 
-        shift and tanhs are tensors like acc, or None. is_full: 1 if the mask leaves all keys, else 0; None if unknown.
+        shift, and tanhs for the softcap's tanh, are tensors like acc, or None. is_full: 1 if the mask leaves all keys,
+        else 0; None if unknown.
         """
         unit = 1.0 if const_expr(shift is None) else LOG2_E
         factor = args.scale * unit

@@ -136,7 +136,7 @@ class MaskWalk:
         if const_expr(sWalk is None):
             return n, None
         word = Int32(0)
-        if cute.arch.lane_idx() == 0:  # the lane that releases the stage: racecheck knows nothing of the others' reads
+        if cute.arch.lane_idx() == 0:  # the lane that releases the stage: racecheck ignores the warp barrier
             word = sWalk[stage]
         word = cute.arch.shuffle_sync(word, 0)
         return word // 2, word % 2 if const_expr(is_known_full) else None
