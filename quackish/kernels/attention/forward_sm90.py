@@ -10,11 +10,11 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr, pipeline
 
 from quackish.configs.attention import BLOCK, ForwardArgs, ScoreArgs
-from quackish.kernels.common.attention import AttentionSm90, Block, Item, ScoreTiles, pair_rows
+from quackish.kernels.common.attention import AttentionSm90, Block, Item, pair_rows
 from quackish.kernels.common.dependent_launch import after_previous
 from quackish.kernels.common.math import LN_2, LOG2_E
 
-LARGE = 2.0**20  # scores
+LARGE = 2.0**20  # scores beyond it are subtracted before they are multiplied: `exponentials`
 
 
 class AttentionForwardSm90(AttentionSm90):
@@ -62,12 +62,13 @@ class AttentionForwardSm90(AttentionSm90):
         if wg == 0:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp == 0:
-                self.produce(atoms, score_atoms, sK, sV, tiles, sWalk, keys, values, args)
+                self.produce(atoms, score_atoms, [sK, sV, tiles, sWalk], keys, values, args)
             elif warp == 1:
                 self.produce_queries(atoms[0], sQ, queries, s)
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
-            self.consume(atoms[3], sQ, sK, sV, tiles, sWalk, queries, keys, values, args, wg - 1, tid % 128)
+            shared = [sQ, sK, sV, tiles, sWalk]
+            self.consume(atoms[3], shared, queries, keys, values, args, wg - 1, tid % 128)
 
     @cute.jit
     def produce_queries(self, atom, sQ, queries, s: ScoreArgs):
@@ -84,8 +85,9 @@ class AttentionForwardSm90(AttentionSm90):
         queries.producer_tail(state)
 
     @cute.jit
-    def produce(self, atoms, score_atoms, sK, sV, tiles: ScoreTiles, sWalk, keys, values, args: ForwardArgs):
+    def produce(self, atoms, score_atoms, shared, keys, values, args: ForwardArgs):
         s = args.scores
+        sK, sV, tiles, sWalk = shared
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.num_stages)
         policies = self.score_policies(s)
         begin, end, step = self.query_items(s)
@@ -111,11 +113,9 @@ class AttentionForwardSm90(AttentionSm90):
         self.load(atoms[2], parts[1], n, 0, state.index, values.producer_get_barrier(state))
 
     @cute.jit
-    def consume(
-        self, o_atom, sQ, sK, sV, tiles: ScoreTiles, sWalk, queries, keys, values, args: ForwardArgs, wg: Int32,
-        thread: Int32
-    ):  # fmt: skip
+    def consume(self, o_atom, shared, queries, keys, values, args: ForwardArgs, wg: Int32, thread: Int32):
         c, s = self.config, args.scores
+        sQ, sK, sV, tiles, sWalk = shared
         qk_mmas = [self.mma_from_shared(self.tile_k, add) for add in (False, True)]
         pv_mma = self.mma_from_registers()
         rQ = qk_mmas[0].make_fragment_A(qk_mmas[0].get_slice(0).partition_A(sQ))[None, None, None, wg]
