@@ -274,7 +274,7 @@ class AttentionConfig:
 
 
 # Per kernel: tiles kept by a warp group, and loaded per stage, of d columns in 16 bits
-_OWN = {"forward": 1, "queries": 2, "product": 1, "keys": 2, "bias": 0}
+_OWN = {"forward": 1, "queries": 2, "product": 0, "keys": 2, "bias": 0}
 _LOADED = {"forward": 2, "queries": 2, "product": 1, "keys": 2, "bias": 2}
 _KIND = {
     AttentionForwardProblem: "forward",

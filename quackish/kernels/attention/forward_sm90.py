@@ -31,10 +31,9 @@ class AttentionForwardSm90(AttentionSm90):
         q_atom = self.load_atom(self.own, self.tensor(s.q, s.num_q, s.d, s.heads, s.batch))
         k_atom = self.load_atom(self.other, self.tensor(s.k, s.num_k, s.d, heads_k, s.batch))
         v_atom = self.load_atom(self.other, self.tensor(s.v, s.num_k, s.d, heads_k, s.batch))
-        o_atom = self.store_atom(self.own, self.tensor(args.o, s.num_q, s.d, s.heads, s.batch))
         layouts = [self.own.layout(self.config.num_wgs), self.other.layout(self.config.num_stages)]
         items = cute.ceil_div(s.num_q, self.tile_q) * s.heads * s.batch
-        atoms = [q_atom, k_atom, v_atom, o_atom]
+        atoms = [q_atom, k_atom, v_atom]
         self.kernel(atoms, self.score_atoms(s), args, layouts, self.score_layouts()).launch(
             **self.launch_options(items, s, stream)
         )
@@ -52,7 +51,7 @@ class AttentionForwardSm90(AttentionSm90):
         sQ = self.own.allocate(smem, layouts[0])
         sK, sV = self.other.allocate(smem, layouts[1]), self.other.allocate(smem, layouts[1])
         tiles = self.allocate_scores(smem, score_layouts)
-        queries = self.pipeline(1, c.num_wgs * self.own.bytes)
+        queries = self.own_pipeline(1)
         keys, values = (self.pipeline(c.num_stages, num_bytes) for num_bytes in (self.stage_bytes, self.other.bytes))
         pipeline.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
         after_previous()
@@ -68,20 +67,20 @@ class AttentionForwardSm90(AttentionSm90):
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
             shared = [sQ, sK, sV, tiles, sWalk]
-            self.consume(atoms[3], shared, queries, keys, values, args, wg - 1, tid % 128)
+            self.consume(shared, queries, keys, values, args, wg - 1, tid % 128)
 
     @cute.jit
     def produce_queries(self, atom, sQ, queries, s: ScoreArgs):
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
+        wgs = self.config.num_wgs
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, wgs)
         begin, end, step = self.query_items(s)
         for i in cutlass.range(begin, end, step, unroll=1):
             item = self.query_item(i, s)
-            queries.producer_acquire(state)
             part = self.part(atom, sQ, self.of_head(atom[1], item.head.query_head, item.head.batch), self.own)
-            for w in cutlass.range_constexpr(self.config.num_wgs):
-                barrier = queries.producer_get_barrier(state)
-                self.load(atom, part, item.tile * self.config.num_wgs + w, 0, w, barrier)
-            state.advance()
+            for w in cutlass.range_constexpr(wgs):
+                queries.producer_acquire(state)
+                self.load(atom, part, item.tile * wgs + w, 0, w, queries.producer_get_barrier(state))
+                state.advance()
         queries.producer_tail(state)
 
     @cute.jit
@@ -113,7 +112,7 @@ class AttentionForwardSm90(AttentionSm90):
         self.load(atoms[2], parts[1], n, 0, state.index, values.producer_get_barrier(state))
 
     @cute.jit
-    def consume(self, o_atom, shared, queries, keys, values, args: ForwardArgs, wg: Int32, thread: Int32):
+    def consume(self, shared, queries, keys, values, args: ForwardArgs, wg: Int32, thread: Int32):
         c, s = self.config, args.scores
         sQ, sK, sV, tiles, sWalk = shared
         qk_mmas = [self.mma_from_shared(self.tile_k, add) for add in (False, True)]
@@ -123,7 +122,7 @@ class AttentionForwardSm90(AttentionSm90):
         rV = pv_mma.make_fragment_B(pv_mma.get_slice(0).partition_B(self.transposed(sV, c.num_stages)))
         x, o, p = self.accumulator(self.tile_k), self.accumulator(self.d), self.operand(self.tile_k)
         top, total = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), Float32)  # per row
-        own = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
+        own = self.own_state(wg)
         read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
         previous = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
         begin, end, step = self.query_items(s)
@@ -165,14 +164,14 @@ class AttentionForwardSm90(AttentionSm90):
                     o[v] = o[v] * rescale[v // 2 % 2]
                 self.round_to_operand(p, x)
                 read.advance()
+            queries.consumer_release(own)
+            own = self.advance_own(own)
             values.consumer_wait(previous)
             self.multiply(o, [pv_mma], p, rV[None, None, None, previous.index])
             cute.nvgpu.warpgroup.wait_group(0)
             values.consumer_release(previous)
             previous.advance()
-            self.finish(o_atom, sQ, o, top, total, args, block)
-            queries.consumer_release(own)  # the warp that issued the store of o waited until it was read
-            own.advance()
+            self.finish(o, top, total, args, block)
 
     @cute.jit
     def loaded_block(self, block: Block, sWalk, stage: Int32, n: Int32):
@@ -215,8 +214,8 @@ class AttentionForwardSm90(AttentionSm90):
         return rescale
 
     @cute.jit
-    def finish(self, o_atom, sQ, o: cute.Tensor, top, total, args: ForwardArgs, block: Block):
-        """Divides by the sums, and stores o and lse. The warp group's tile of q becomes that of o."""
+    def finish(self, o: cute.Tensor, top, total, args: ForwardArgs, block: Block):
+        """Divides by the sums, and stores o and lse."""
         s, head = args.scores, block.head
         for r in cutlass.range_constexpr(2):
             for offset in (1, 2):
@@ -230,5 +229,4 @@ class AttentionForwardSm90(AttentionSm90):
                 lse = top[r] + cute.math.log2(total[r]) * LN_2
                 at = (Int64(head.batch) * s.heads + head.query_head) * s.num_q + row
                 (args.lse + at).store(-Float32.inf if total[r] == 0.0 else lse)
-        self.store_rows(o, sQ[None, None, block.wg].iterator, block.thread)
-        self.write(o_atom, sQ, block.wg, block.q0 // BLOCK, head.query_head, head.batch, block.wg)
+        self.write_queries(o, args.o, s, block)

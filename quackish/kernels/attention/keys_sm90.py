@@ -55,22 +55,20 @@ class AttentionKeysSm90(AttentionSm90):
         v_atom = self.load_atom(self.own, self.tensor(s.v, s.num_k, s.d, heads_k, s.batch))
         q_atom = self.load_atom(self.other, self.tensor(s.q, s.num_q, s.d, s.heads, s.batch))
         do_atom = self.load_atom(self.other, self.tensor(args.do, s.num_q, s.d, s.heads, s.batch))
-        dk_atom = self.store_atom(self.own, self.tensor(args.dk, s.num_k, s.d, heads_k, s.batch))
-        dv_atom = self.store_atom(self.own, self.tensor(args.dv, s.num_k, s.d, heads_k, s.batch))
         stats_atom = self.stats_atom(args.stats, args.stats_row, s)
-        outputs, layouts = [dk_atom, dv_atom], [self.own.layout(c.num_wgs), self.other.layout(c.num_stages)]
+        layouts, dbias_atom = [self.own.layout(c.num_wgs), self.other.layout(c.num_stages)], None
         if const_expr(self.staged is not None):
-            outputs.append(self.store_atom(self.staged, self.tensor(args.dbias, s.num_q, s.num_k, s.heads, s.batch)))
+            dbias_atom = self.store_atom(self.staged, self.tensor(args.dbias, s.num_q, s.num_k, s.heads, s.batch))
             layouts.append(self.staged.layout(c.num_wgs))
         items = cute.ceil_div(s.num_k, self.tile_k) * heads_k * s.batch
         atoms = [k_atom, v_atom, q_atom, do_atom, stats_atom]
-        self.kernel(atoms, self.score_atoms(s), outputs, args, layouts, self.score_layouts()).launch(
+        self.kernel(atoms, self.score_atoms(s), dbias_atom, args, layouts, self.score_layouts()).launch(
             **self.launch_options(items, s, stream)
         )
 
     @cute.kernel
     def kernel(
-        self, atoms: list, score_atoms: list, outputs: list, args: KeysArgs, layouts: list, score_layouts: list
+        self, atoms: list, score_atoms: list, dbias_atom, args: KeysArgs, layouts: list, score_layouts: list
     ):  # fmt: skip
         c, s = self.config, args.scores
         tid, _, _ = cute.arch.thread_idx()
@@ -85,7 +83,7 @@ class AttentionKeysSm90(AttentionSm90):
         tiles = self.allocate_scores(smem, score_layouts)
         sDbias = self.staged.allocate(smem, layouts[2]) if const_expr(self.staged is not None) else None
         sStats = self.allocate_stats(smem)
-        keys = self.pipeline(1, 2 * c.num_wgs * self.own.bytes)
+        keys = self.own_pipeline(2)
         loaded = self.pipeline(c.num_stages, self.stage_bytes)
         pipeline.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
         after_previous()
@@ -101,7 +99,7 @@ class AttentionKeysSm90(AttentionSm90):
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
             shared = [sK, sV, sQ, sDO, tiles, sDbias, sStats, sWalk]
-            self.consume(outputs, shared, keys, loaded, args, wg - 1, tid % 128)
+            self.consume(dbias_atom, shared, keys, loaded, args, wg - 1, tid % 128)
 
     @cute.jit
     def key_items(self, s: ScoreArgs):
@@ -127,19 +125,21 @@ class AttentionKeysSm90(AttentionSm90):
 
     @cute.jit
     def produce_keys(self, atoms, sK, sV, keys, s: ScoreArgs):
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
+        wgs = self.config.num_wgs
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, wgs)
         begin, end, step = self.key_items(s)
         for i in cutlass.range(begin, end, step, unroll=1):
             item = self.key_item(i, s)
-            keys.producer_acquire(state)
-            barrier = keys.producer_get_barrier(state)
-            for a, shared in ((0, sK), (1, sV)):
-                part = self.part(
-                    atoms[a], shared, self.of_head(atoms[a][1], item.head.key_head, item.head.batch), self.own
-                )
-                for w in cutlass.range_constexpr(self.config.num_wgs):
-                    self.load(atoms[a], part, item.tile * self.config.num_wgs + w, 0, w, barrier)
-            state.advance()
+            k_part, v_part = (
+                self.part(atoms[a], to, self.of_head(atoms[a][1], item.head.key_head, item.head.batch), self.own)
+                for a, to in ((0, sK), (1, sV))
+            )
+            for w in cutlass.range_constexpr(wgs):
+                keys.producer_acquire(state)
+                barrier = keys.producer_get_barrier(state)
+                self.load(atoms[0], k_part, item.tile * wgs + w, 0, w, barrier)
+                self.load(atoms[1], v_part, item.tile * wgs + w, 0, w, barrier)
+                state.advance()
         keys.producer_tail(state)
 
     @cute.jit
@@ -168,7 +168,7 @@ class AttentionKeysSm90(AttentionSm90):
         self.load_stats(atoms[4], sStats, args.scores, head, tile_q, state.index, barrier)
 
     @cute.jit
-    def consume(self, outputs, shared, keys, loaded, args: KeysArgs, wg: Int32, thread: Int32):
+    def consume(self, dbias_atom, shared, keys, loaded, args: KeysArgs, wg: Int32, thread: Int32):
         c, s = self.config, args.scores
         sK, sV, sQ, sDO, tiles, sDbias, sStats, sWalk = shared
         mmas = [self.mma_from_shared(self.tile_q, add) for add in (False, True)]
@@ -184,7 +184,7 @@ class AttentionKeysSm90(AttentionSm90):
         dk, dv = self.accumulator(self.d), self.accumulator(self.d)
         p, ds = self.operand(self.tile_q), self.operand(self.tile_q)
         tanhs = cute.make_rmem_tensor(x.layout, Float32) if const_expr(self.problem.softcap) else None
-        own = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
+        own = self.own_state(wg)
         read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
         begin, end, step = self.key_items(s)
         for i in cutlass.range(begin, end, step, unroll=1):
@@ -236,18 +236,21 @@ class AttentionKeysSm90(AttentionSm90):
                         loaded.consumer_wait(read)
                         self.multiply(x, mmas, rK, rQ[None, None, None, read.index])
                 if const_expr(self.staged is not None):
-                    self.write_dbias(outputs[2], sDbias, block)
+                    self.write_dbias(dbias_atom, sDbias, block)
                 # dk: in flight at the end of the loop, ptxas waits for each WGMMA at once
                 cute.nvgpu.warpgroup.wait_group(0)
                 self.release(loaded, current)
+            keys.consumer_release(own)
+            own = self.advance_own(own)
             for v in cutlass.range_constexpr(cute.size(dk)):
                 dk[v] = dk[v] * s.scale
-            for j, (result, to) in enumerate(((dk, sK), (dv, sV))):
-                self.store_rows(result, to[None, None, wg].iterator, thread)
-                row_block = item.tile * c.num_wgs + wg
-                self.write(outputs[j], to, wg, row_block, item.head.key_head, item.head.batch, wg)
-            keys.consumer_release(own)  # the warp that issued the stores waited until they were read
-            own.advance()
+            k0 = item.tile * self.tile_k + wg * BLOCK
+            for result, to in ((dk, args.dk), (dv, args.dv)):
+                base = to.base + (Int64(item.head.batch) * to.batch + Int64(item.head.key_head) * to.head)
+                self.write_rows(result, base + Int64(k0) * to.row, to.row, s.num_k - k0, s.d, thread)
+        if const_expr(self.staged is not None):  # shared memory is read until then
+            if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
     def store_dbias(self, dbias: cute.Tensor, sDbias, args: KeysArgs, block: Block):

@@ -32,12 +32,9 @@ class AttentionProductSm90(AttentionSm90):
         s, c = args.scores, self.config
         ds_atom = self.load_atom(self.ds, self.tensor(args.ds, s.num_q, s.num_k, s.heads, s.batch))
         k_atom = self.load_atom(self.other, self.tensor(s.k, s.num_k, s.d, s.heads // s.group, s.batch))
-        dq_atom = self.store_atom(self.own, self.tensor(args.dq, s.num_q, s.d, s.heads, s.batch))
-        layouts = [
-            self.ds.layout(c.num_wgs * c.num_stages), self.other.layout(c.num_stages), self.own.layout(c.num_wgs)
-        ]  # fmt: skip
+        layouts = [self.ds.layout(c.num_wgs * c.num_stages), self.other.layout(c.num_stages)]
         items = cute.ceil_div(s.num_q, self.tile_q) * s.heads * s.batch
-        self.kernel([ds_atom, k_atom, dq_atom], args, layouts).launch(**self.launch_options(items, s, stream))
+        self.kernel([ds_atom, k_atom], args, layouts).launch(**self.launch_options(items, s, stream))
 
     @cute.kernel
     def kernel(self, atoms: list, args: ProductArgs, layouts: list):
@@ -50,7 +47,6 @@ class AttentionProductSm90(AttentionSm90):
         smem = cutlass.memory.SmemAllocator()
         sWalk = self.allocate_walk(smem)
         sDS, sK = self.ds.allocate(smem, layouts[0]), self.other.allocate(smem, layouts[1])
-        sDQ = self.own.allocate(smem, layouts[2])
         loaded = self.pipeline(c.num_stages, self.stage_bytes)
         pipeline.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
         after_previous()
@@ -63,7 +59,7 @@ class AttentionProductSm90(AttentionSm90):
                 self.produce(atoms, [sDS, sK], sWalk, loaded, args)
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
-            self.consume(atoms[2], sDS, sK, sDQ, loaded, args, wg - 1, tid % 128)
+            self.consume(sDS, sK, loaded, args, wg - 1, tid % 128)
 
     @cute.jit
     def produce(self, atoms, shared, sWalk, loaded, args: ProductArgs):
@@ -97,7 +93,7 @@ class AttentionProductSm90(AttentionSm90):
         return mma
 
     @cute.jit
-    def consume(self, dq_atom, sDS, sK, sDQ, loaded, args: ProductArgs, wg: Int32, thread: Int32):
+    def consume(self, sDS, sK, loaded, args: ProductArgs, wg: Int32, thread: Int32):
         c, s = self.config, args.scores
         mma = self.mma()
         part = mma.get_slice(0)
@@ -117,6 +113,6 @@ class AttentionProductSm90(AttentionSm90):
                 loaded.consumer_release(read)
                 read.advance()
             block = Block(item.head, item.tile * self.tile_q + wg * BLOCK, Int32(0), BLOCK, self.tile_k, wg, thread)
-            self.finish_rows(dq, s.scale, dq_atom, sDQ, block)
-            # before the tile of dq is written again
-            cute.arch.barrier(barrier_id=1 + wg, number_of_threads=128)
+            for v in cutlass.range_constexpr(cute.size(dq)):
+                dq[v] = dq[v] * s.scale
+            self.write_queries(dq, args.dq, s, block)

@@ -31,10 +31,9 @@ class AttentionQueriesSm90(AttentionSm90):
         do_atom = self.load_atom(self.own, self.tensor(args.do, s.num_q, s.d, s.heads, s.batch))
         k_atom = self.load_atom(self.other, self.tensor(s.k, s.num_k, s.d, heads_k, s.batch))
         v_atom = self.load_atom(self.other, self.tensor(s.v, s.num_k, s.d, heads_k, s.batch))
-        dq_atom = self.store_atom(self.own, self.tensor(args.dq, s.num_q, s.d, s.heads, s.batch))
         layouts = [self.own.layout(c.num_wgs), self.other.layout(c.num_stages)]
         items = cute.ceil_div(s.num_q, self.tile_q) * s.heads * s.batch
-        atoms = [q_atom, do_atom, k_atom, v_atom, dq_atom]
+        atoms = [q_atom, do_atom, k_atom, v_atom]
         self.kernel(atoms, self.score_atoms(s), args, layouts, self.score_layouts()).launch(
             **self.launch_options(items, s, stream)
         )
@@ -52,7 +51,7 @@ class AttentionQueriesSm90(AttentionSm90):
         sQ, sDO = self.own.allocate(smem, layouts[0]), self.own.allocate(smem, layouts[0])
         sK, sV = self.other.allocate(smem, layouts[1]), self.other.allocate(smem, layouts[1])
         tiles = self.allocate_scores(smem, score_layouts)
-        queries = self.pipeline(1, 2 * c.num_wgs * self.own.bytes)
+        queries = self.own_pipeline(2)
         loaded = self.pipeline(c.num_stages, self.stage_bytes)
         pipeline.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
         after_previous()
@@ -68,22 +67,25 @@ class AttentionQueriesSm90(AttentionSm90):
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
             shared = [sQ, sDO, sK, sV, tiles, sWalk]
-            self.consume(atoms[4], shared, queries, loaded, args, wg - 1, tid % 128)
+            self.consume(shared, queries, loaded, args, wg - 1, tid % 128)
 
     @cute.jit
     def produce_queries(self, atoms, sQ, sDO, queries, s: ScoreArgs):
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
+        wgs = self.config.num_wgs
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, wgs)
         begin, end, step = self.query_items(s)
         for i in cutlass.range(begin, end, step, unroll=1):
             item = self.query_item(i, s)
-            queries.producer_acquire(state)
-            barrier = queries.producer_get_barrier(state)
-            for a, shared in ((0, sQ), (1, sDO)):
-                of_head = self.of_head(atoms[a][1], item.head.query_head, item.head.batch)
-                part = self.part(atoms[a], shared, of_head, self.own)
-                for w in cutlass.range_constexpr(self.config.num_wgs):
-                    self.load(atoms[a], part, item.tile * self.config.num_wgs + w, 0, w, barrier)
-            state.advance()
+            q_part, do_part = (
+                self.part(atoms[a], to, self.of_head(atoms[a][1], item.head.query_head, item.head.batch), self.own)
+                for a, to in ((0, sQ), (1, sDO))
+            )
+            for w in cutlass.range_constexpr(wgs):
+                queries.producer_acquire(state)
+                barrier = queries.producer_get_barrier(state)
+                self.load(atoms[0], q_part, item.tile * wgs + w, 0, w, barrier)
+                self.load(atoms[1], do_part, item.tile * wgs + w, 0, w, barrier)
+                state.advance()
         queries.producer_tail(state)
 
     @cute.jit
@@ -129,7 +131,7 @@ class AttentionQueriesSm90(AttentionSm90):
         return self.per_row(shifts), self.per_row(deltas)
 
     @cute.jit
-    def consume(self, dq_atom, shared, queries, loaded, args: QueriesArgs, wg: Int32, thread: Int32):
+    def consume(self, shared, queries, loaded, args: QueriesArgs, wg: Int32, thread: Int32):
         c, s = self.config, args.scores
         sQ, sDO, sK, sV, tiles, sWalk = shared
         mmas = [self.mma_from_shared(self.tile_k, add) for add in (False, True)]
@@ -141,7 +143,7 @@ class AttentionQueriesSm90(AttentionSm90):
         x, dp = self.accumulator(self.tile_k), self.accumulator(self.tile_k)
         dq, ds = self.accumulator(self.d), self.operand(self.tile_k)
         tanhs = cute.make_rmem_tensor(x.layout, Float32) if const_expr(self.problem.softcap) else None
-        own = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
+        own = self.own_state(wg)
         read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
         previous = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
         begin, end, step = self.query_items(s)
@@ -179,6 +181,8 @@ class AttentionQueriesSm90(AttentionSm90):
             if last > item.first:
                 self.release(loaded, previous)
                 previous.advance()
-            self.finish_rows(dq, s.scale, dq_atom, sQ, block)
-            queries.consumer_release(own)  # the warp that issued the store of dq waited until it was read
-            own.advance()
+            queries.consumer_release(own)
+            own = self.advance_own(own)
+            for v in cutlass.range_constexpr(cute.size(dq)):
+                dq[v] = dq[v] * s.scale
+            self.write_queries(dq, args.dq, s, block)

@@ -18,7 +18,7 @@ from quackish.configs.attention import BLOCK, REGISTERS, AttentionConfig, ScoreA
 from quackish.kernels.common.arguments import DTYPES, fake_args
 from quackish.kernels.common.mask_walk import MaskWalk
 from quackish.kernels.common.math import LOG2_E, tanh
-from quackish.kernels.common.memory import load_at
+from quackish.kernels.common.memory import load_at, vector_at
 from quackish.kernels.common.swizzled_tile import SwizzledTile
 
 # L2 cache policies as encoded by PTX's `createpolicy`
@@ -314,12 +314,28 @@ class AttentionSm90(MaskWalk):
             i += tile is not None
         return ScoreTiles(*shared)
 
-    def pipeline(self, num_stages: int, num_bytes: int):
+    def pipeline(self, num_stages: int, num_bytes: int, num_wgs: int | None = None):
+        """num_wgs: the warp groups that read each stage; None for all."""
+        warps = 4 * (self.config.num_wgs if num_wgs is None else num_wgs)
         return pipeline.PipelineTmaAsync.create(
             num_stages=num_stages, tx_count=num_bytes, cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 4 * self.config.num_wgs), defer_sync=True,
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, warps), defer_sync=True,
         )  # fmt: skip
+
+    def own_pipeline(self, tiles: int):
+        """Each warp group has a stage, for its `tiles` own tiles of an item, and waits for no other warp group."""
+        return self.pipeline(self.config.num_wgs, tiles * self.own.bytes, 1)
+
+    def own_state(self, wg: Int32):
+        """The consumer's state in `own_pipeline`. `advance_own` goes on to the next item."""
+        return pipeline.PipelineState(self.config.num_wgs, Int32(0), wg, Int32(0))
+
+    @cute.jit
+    def advance_own(self, state):
+        for _ in cutlass.range_constexpr(self.config.num_wgs):
+            state.advance()
+        return state
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -478,30 +494,29 @@ class AttentionSm90(MaskWalk):
     # Device: results
 
     @cute.jit
-    def store_rows(self, acc: cute.Tensor, tile: cute.Pointer, thread: Int32):
-        """Rounds an accumulator of d columns into a warp group's tile in shared memory."""
-        base = self.own.rows_base(tile, Int32(0), thread)
-        for j in cutlass.range_constexpr(0, self.d // 8, 2):
-            values = cute.make_rmem_tensor((8,), self.dtype)
-            for i in cutlass.range_constexpr(8):
-                values[i] = acc[4 * j + i].to(self.dtype)
-            self.own.store(self.own.rows_at(base, j), values)
+    def write_rows(self, acc: cute.Tensor, to: cute.Pointer, stride: Int64, num_rows: Int32, d: Int32, thread: Int32):
+        """Rounds an accumulator of d columns and stores its first num_rows rows, from registers: row 0 at `to`.
+
+        Lanes exchange values in pairs, so that four store whole sectors, of 32 bytes.
+        """
+        is_odd = thread % 2
+        column = thread % 4 // 2 * 4 + is_odd * 8
+        for r in cutlass.range_constexpr(2):
+            row = pair_rows(thread) + 8 * r
+            for j in cutlass.range_constexpr(0, self.d // 8, 2):
+                values = cute.make_rmem_tensor((4,), self.dtype)
+                for i in cutlass.range_constexpr(4):
+                    values[i] = acc[4 * (j + i // 2) + 2 * r + i % 2].to(self.dtype)
+                words = cute.recast_tensor(values, Int32)
+                left, right = words[0], words[1]
+                received = cute.arch.shuffle_sync_bfly(left if is_odd == 1 else right, offset=1)
+                words[0] = received if is_odd == 1 else left
+                words[1] = right if is_odd == 1 else received
+                if (row < num_rows) & (8 * j + column < d):
+                    vector_at(to, row * stride + (8 * j + column), 4).store(values.load())
 
     @cute.jit
-    def finish_rows(self, acc: cute.Tensor, factor: Float32, atom, shared: cute.Tensor, block: Block):
-        """Stores factor * acc as the block's rows of a tensor like q, through the warp group's tile."""
-        for v in cutlass.range_constexpr(cute.size(acc)):
-            acc[v] = acc[v] * factor
-        self.store_rows(acc, shared[None, None, block.wg].iterator, block.thread)
-        self.write(atom, shared, block.wg, block.q0 // BLOCK, block.head.query_head, block.head.batch, block.wg)
-
-    @cute.jit
-    def write(self, atom, shared: cute.Tensor, index: Int32, row_block: Int32, head: Int32, batch: Int32, wg: Int32):
-        """A warp group stores its tile number `index` to global memory, once its threads have written it."""
-        cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=1 + wg, number_of_threads=128)
-        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
-            part = self.part(atom, shared, self.of_head(atom[1], head, batch), self.own)
-            cute.copy(atom[0], part[0][None, index], part[1][None, row_block, 0])
-            cute.arch.cp_async_bulk_commit_group()
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+    def write_queries(self, acc: cute.Tensor, to: Strided, args: ScoreArgs, block: Block):
+        """Stores an accumulator as the block's rows of a tensor like q."""
+        base = self.start(to, block.head) + Int64(block.q0) * to.row
+        self.write_rows(acc, base, to.row, args.num_q - block.q0, args.d, block.thread)
