@@ -46,11 +46,9 @@ class AttentionBiasSm90(AttentionSm90):
         k_atom = self.load_atom(self.other, self.tensor(s.k, s.num_k, s.d, heads_k, s.batch))
         v_atom = self.load_atom(self.other, self.tensor(s.v, s.num_k, s.d, heads_k, s.batch))
         layouts = [self.own.layout(c.num_wgs * c.num_stages), self.other.layout(c.num_stages)]
-        tiles = cute.ceil_div(s.num_q, self.tile_q) * cute.ceil_div(s.num_k, self.tile_k)
-        items = tiles * args.batches * args.bias_heads * args.parts
         atoms = [q_atom, do_atom, k_atom, v_atom, self.stats_atom(args.stats, args.stats_row, s)]
         self.kernel(atoms, self.score_atoms(s), args, layouts, self.score_layouts()).launch(
-            **self.launch_options(items, s, stream)
+            **self.launch_options(args, stream)
         )
 
     @cute.kernel
@@ -82,17 +80,14 @@ class AttentionBiasSm90(AttentionSm90):
             self.consume(sQ, sDO, sK, sV, tiles, sStats, sWalk, loaded, args, wg - 1, tid % 128)
 
     @cute.jit
-    def items(self, args: BiasArgs):
-        """(first, last, step) of this CTA's items."""
+    def items(self, args: BiasArgs) -> Int32:
         s = args.scores
-        cta, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
         tiles = cute.ceil_div(s.num_q, self.tile_q) * cute.ceil_div(s.num_k, self.tile_k)
-        return cta, tiles * args.batches * args.bias_heads * args.parts, ctas
+        return tiles * args.batches * args.bias_heads * args.parts
 
     @cute.jit
-    def item(self, i: Int32, args: BiasArgs) -> BiasItem:
-        s = args.scores
+    def item(self, turn: Int32, args: BiasArgs) -> BiasItem:
+        s, i = args.scores, self.in_turn(turn)
         tiles_k, tiles_q = cute.ceil_div(s.num_k, self.tile_k), cute.ceil_div(s.num_q, self.tile_q)
         tile_k, i = i % tiles_k, i // tiles_k
         tile_q, i = i % tiles_q, i // tiles_q
@@ -124,9 +119,8 @@ class AttentionBiasSm90(AttentionSm90):
     def produce(self, atoms, score_atoms, sQ, sDO, sK, sV, tiles: ScoreTiles, sStats, sWalk, loaded, args: BiasArgs):
         loads = [atoms, score_atoms, [sQ, sDO, sK, sV, tiles, sStats]]
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.num_stages)
-        begin, end, step = self.items(args)
-        for i in cutlass.range(begin, end, step, unroll=1):
-            item = self.item(i, args)
+        for turn in cutlass.range(self.turns(args), unroll=1):
+            item = self.item(turn, args)
             state = self.load_item(loads, item, args, loaded, state, sWalk, 0)
         loaded.producer_tail(state)
 
@@ -161,9 +155,8 @@ class AttentionBiasSm90(AttentionSm90):
         stats = cute.make_rmem_tensor((2, 2), Float32)
         shift, delta = self.per_row(stats[None, 0]), self.per_row(stats[None, 1])
         read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
-        begin, end, step = self.items(args)
-        for i in cutlass.range(begin, end, step, unroll=1):
-            item = self.item(i, args)
+        for turn in cutlass.range(self.turns(args), unroll=1):
+            item = self.item(turn, args)
             q0 = item.tile_q * self.tile_q + wg * BLOCK
             block = Block(item.head, q0, item.tile_k * self.tile_k, BLOCK, self.tile_k, wg, thread)
             total.fill(0.0)

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr, pipeline
 
-from quackish.configs.attention import BLOCK, ForwardArgs, ScoreArgs
+from quackish.configs.attention import BLOCK, ForwardArgs
 from quackish.kernels.common.attention import AttentionSm90, Block, Item, pair_rows
 from quackish.kernels.common.dependent_launch import after_previous
 from quackish.kernels.common.math import LN_2, LOG2_E
@@ -32,22 +32,21 @@ class AttentionForwardSm90(AttentionSm90):
         k_atom = self.load_atom(self.other, self.tensor(s.k, s.num_k, s.d, heads_k, s.batch))
         v_atom = self.load_atom(self.other, self.tensor(s.v, s.num_k, s.d, heads_k, s.batch))
         layouts = [self.own.layout(self.config.num_wgs), self.other.layout(self.config.num_stages)]
-        items = cute.ceil_div(s.num_q, self.tile_q) * s.heads * s.batch
         atoms = [q_atom, k_atom, v_atom]
         self.kernel(atoms, self.score_atoms(s), args, layouts, self.score_layouts()).launch(
-            **self.launch_options(items, s, stream)
+            **self.launch_options(args, stream)
         )
 
     @cute.kernel
     def kernel(self, atoms: list, score_atoms: list, args: ForwardArgs, layouts: list, score_layouts: list):
-        c, s = self.config, args.scores
+        c = self.config
         tid, _, _ = cute.arch.thread_idx()
         wg = cute.arch.make_warp_uniform(tid // 128)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
 
         # shared memory and barriers
         smem = cutlass.memory.SmemAllocator()
-        sWalk = self.allocate_walk(smem)
+        sWalk, sItems = self.allocate_walk(smem), self.allocate_items(smem)
         sQ = self.own.allocate(smem, layouts[0])
         sK, sV = self.other.allocate(smem, layouts[1]), self.other.allocate(smem, layouts[1])
         tiles = self.allocate_scores(smem, score_layouts)
@@ -63,25 +62,11 @@ class AttentionForwardSm90(AttentionSm90):
             if warp == 0:
                 self.produce(atoms, score_atoms, [sK, sV, tiles, sWalk], keys, values, args)
             elif warp == 1:
-                self.produce_queries(atoms[0], sQ, queries, s)
+                self.produce_own([(atoms[0], sQ)], queries, sItems, args, 1)
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
-            shared = [sQ, sK, sV, tiles, sWalk]
+            shared = [sQ, sK, sV, tiles, sWalk, sItems]
             self.consume(shared, queries, keys, values, args, wg - 1, tid % 128)
-
-    @cute.jit
-    def produce_queries(self, atom, sQ, queries, s: ScoreArgs):
-        wgs = self.config.num_wgs
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, wgs)
-        begin, end, step = self.query_items(s)
-        for i in cutlass.range(begin, end, step, unroll=1):
-            item = self.query_item(i, s)
-            part = self.part(atom, sQ, self.of_head(atom[1], item.head.query_head, item.head.batch), self.own)
-            for w in cutlass.range_constexpr(wgs):
-                queries.producer_acquire(state)
-                self.load(atom, part, item.tile * wgs + w, 0, w, queries.producer_get_barrier(state))
-                state.advance()
-        queries.producer_tail(state)
 
     @cute.jit
     def produce(self, atoms, score_atoms, shared, keys, values, args: ForwardArgs):
@@ -89,9 +74,8 @@ class AttentionForwardSm90(AttentionSm90):
         sK, sV, tiles, sWalk = shared
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.num_stages)
         policies = self.score_policies(s)
-        begin, end, step = self.query_items(s)
-        for i in cutlass.range(begin, end, step, unroll=1):
-            item = self.query_item(i, s)
+        for turn in cutlass.range(self.turns(args), unroll=1):
+            item = self.item(turn, args)
             head = item.head
             k_part = self.part(atoms[1], sK, self.of_head(atoms[1][1], head.key_head, head.batch), self.other)
             v_part = self.part(atoms[2], sV, self.of_head(atoms[2][1], head.key_head, head.batch), self.other)
@@ -114,7 +98,7 @@ class AttentionForwardSm90(AttentionSm90):
     @cute.jit
     def consume(self, shared, queries, keys, values, args: ForwardArgs, wg: Int32, thread: Int32):
         c, s = self.config, args.scores
-        sQ, sK, sV, tiles, sWalk = shared
+        sQ, sK, sV, tiles, sWalk, sItems = shared
         qk_mmas = [self.mma_from_shared(self.tile_k, add) for add in (False, True)]
         pv_mma = self.mma_from_registers()
         rQ = qk_mmas[0].make_fragment_A(qk_mmas[0].get_slice(0).partition_A(sQ))[None, None, None, wg]
@@ -125,9 +109,8 @@ class AttentionForwardSm90(AttentionSm90):
         own = self.own_state(wg)
         read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
         previous = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
-        begin, end, step = self.query_items(s)
-        for i in cutlass.range(begin, end, step, unroll=1):
-            item = self.query_item(i, s)
+        for turn in cutlass.range(self.turns(args), unroll=1):
+            item = self.own_item(turn, args, sItems, queries, own)
             block = Block(
                 item.head, item.tile * self.tile_q + wg * BLOCK, item.first * self.tile_k, BLOCK, self.tile_k, wg,
                 thread,
@@ -137,7 +120,6 @@ class AttentionForwardSm90(AttentionSm90):
             total.fill(0.0)
 
             # the first tile
-            queries.consumer_wait(own)
             keys.consumer_wait(read)
             self.multiply(x, qk_mmas, rQ, rK[None, None, None, read.index])
             cute.nvgpu.warpgroup.wait_group(0)
@@ -147,7 +129,7 @@ class AttentionForwardSm90(AttentionSm90):
             self.exponentials(x, top, total)
             self.round_to_operand(p, x)
             read.advance()
-            for n in cutlass.range(item.first + 1, self.last_of(item, args, 1), unroll=1):
+            for n in cutlass.range(item.first + 1, item.last, unroll=1):
                 keys.consumer_wait(read)
                 self.multiply(x, qk_mmas, rQ, rK[None, None, None, read.index])
                 values.consumer_wait(previous)
@@ -164,8 +146,7 @@ class AttentionForwardSm90(AttentionSm90):
                     o[v] = o[v] * rescale[v // 2 % 2]
                 self.round_to_operand(p, x)
                 read.advance()
-            queries.consumer_release(own)
-            own = self.advance_own(own)
+            own = self.release_own(queries, own)
             values.consumer_wait(previous)
             self.multiply(o, [pv_mma], p, rV[None, None, None, previous.index])
             cute.nvgpu.warpgroup.wait_group(0)

@@ -60,24 +60,23 @@ class AttentionKeysSm90(AttentionSm90):
         if const_expr(self.staged is not None):
             dbias_atom = self.store_atom(self.staged, self.tensor(args.dbias, s.num_q, s.num_k, s.heads, s.batch))
             layouts.append(self.staged.layout(c.num_wgs))
-        items = cute.ceil_div(s.num_k, self.tile_k) * heads_k * s.batch
         atoms = [k_atom, v_atom, q_atom, do_atom, stats_atom]
         self.kernel(atoms, self.score_atoms(s), dbias_atom, args, layouts, self.score_layouts()).launch(
-            **self.launch_options(items, s, stream)
+            **self.launch_options(args, stream)
         )
 
     @cute.kernel
     def kernel(
         self, atoms: list, score_atoms: list, dbias_atom, args: KeysArgs, layouts: list, score_layouts: list
     ):  # fmt: skip
-        c, s = self.config, args.scores
+        c = self.config
         tid, _, _ = cute.arch.thread_idx()
         wg = cute.arch.make_warp_uniform(tid // 128)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
 
         # shared memory and barriers
         smem = cutlass.memory.SmemAllocator()
-        sWalk = self.allocate_walk(smem)
+        sWalk, sItems = self.allocate_walk(smem), self.allocate_items(smem)
         sK, sV = self.own.allocate(smem, layouts[0]), self.own.allocate(smem, layouts[0])
         sQ, sDO = self.other.allocate(smem, layouts[1]), self.other.allocate(smem, layouts[1])
         tiles = self.allocate_scores(smem, score_layouts)
@@ -95,26 +94,30 @@ class AttentionKeysSm90(AttentionSm90):
             if warp == 0:
                 self.produce(atoms, score_atoms, [sQ, sDO, tiles, sStats], sWalk, loaded, args)
             elif warp == 1:
-                self.produce_keys(atoms, sK, sV, keys, s)
+                self.produce_own([(atoms[0], sK), (atoms[1], sV)], keys, sItems, args, 0)
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
-            shared = [sK, sV, sQ, sDO, tiles, sDbias, sStats, sWalk]
+            shared = [sK, sV, sQ, sDO, tiles, sDbias, sStats, sWalk, sItems]
             self.consume(dbias_atom, shared, keys, loaded, args, wg - 1, tid % 128)
 
     @cute.jit
-    def key_items(self, s: ScoreArgs):
-        """(first, last, step) of this CTA's items, which are tiles of keys."""
-        cta, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
-        return cta, cute.ceil_div(s.num_k, self.tile_k) * (s.heads // s.group) * s.batch, ctas
+    def items(self, args: KeysArgs) -> Int32:
+        """Items are tiles of keys."""
+        s = args.scores
+        return cute.ceil_div(s.num_k, self.tile_k) * (s.heads // s.group) * s.batch
 
     @cute.jit
-    def key_item(self, i: Int32, s: ScoreArgs) -> KeyItem:
-        heads = s.heads // s.group
-        tiles = cute.ceil_div(s.num_k, self.tile_k)
-        tile, head = self.tile_and_head(i, tiles, heads * s.batch, self.problem.band)
+    def rank_and_head(self, i: Int32, s: ScoreArgs):
+        heads, tiles = s.heads // s.group, cute.ceil_div(s.num_k, self.tile_k)
+        if const_expr(self.problem.band):
+            rank, head = i // (heads * s.batch), i % (heads * s.batch)
+        else:
+            rank, head = i % tiles, i // tiles
+        return rank, Head(head // heads, head % heads * s.group, head % heads)
+
+    @cute.jit
+    def item_at(self, tile: Int32, head: Head, s: ScoreArgs) -> KeyItem:
         first, last = self.query_tiles(s, tile * self.tile_k, self.tile_k, self.tile_q)
-        head = Head(head // heads, head % heads * s.group, head % heads)
         return KeyItem(head, tile, Int32(0), s.group * (last - first), first, last - first)
 
     @cute.jit
@@ -124,31 +127,11 @@ class AttentionKeysSm90(AttentionSm90):
         return head, (item.first_of_head + n % item.per_head) * self.tile_q, item.tile * self.tile_k
 
     @cute.jit
-    def produce_keys(self, atoms, sK, sV, keys, s: ScoreArgs):
-        wgs = self.config.num_wgs
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, wgs)
-        begin, end, step = self.key_items(s)
-        for i in cutlass.range(begin, end, step, unroll=1):
-            item = self.key_item(i, s)
-            k_part, v_part = (
-                self.part(atoms[a], to, self.of_head(atoms[a][1], item.head.key_head, item.head.batch), self.own)
-                for a, to in ((0, sK), (1, sV))
-            )
-            for w in cutlass.range_constexpr(wgs):
-                keys.producer_acquire(state)
-                barrier = keys.producer_get_barrier(state)
-                self.load(atoms[0], k_part, item.tile * wgs + w, 0, w, barrier)
-                self.load(atoms[1], v_part, item.tile * wgs + w, 0, w, barrier)
-                state.advance()
-        keys.producer_tail(state)
-
-    @cute.jit
     def produce(self, atoms, score_atoms, shared, sWalk, loaded, args: KeysArgs):
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.num_stages)
         loads = [atoms, score_atoms, shared, self.score_policies(args.scores)]
-        begin, end, step = self.key_items(args.scores)
-        for i in cutlass.range(begin, end, step, unroll=1):
-            item = self.key_item(i, args.scores)
+        for turn in cutlass.range(self.turns(args), unroll=1):
+            item = self.item(turn, args)
             state = self.load_item(loads, item, args, loaded, state, sWalk, 0)
         loaded.producer_tail(state)
 
@@ -170,7 +153,7 @@ class AttentionKeysSm90(AttentionSm90):
     @cute.jit
     def consume(self, dbias_atom, shared, keys, loaded, args: KeysArgs, wg: Int32, thread: Int32):
         c, s = self.config, args.scores
-        sK, sV, sQ, sDO, tiles, sDbias, sStats, sWalk = shared
+        sK, sV, sQ, sDO, tiles, sDbias, sStats, sWalk, sItems = shared
         mmas = [self.mma_from_shared(self.tile_q, add) for add in (False, True)]
         rows_mma = self.mma_from_registers()
         part = mmas[0].get_slice(0)
@@ -186,19 +169,16 @@ class AttentionKeysSm90(AttentionSm90):
         tanhs = cute.make_rmem_tensor(x.layout, Float32) if const_expr(self.problem.softcap) else None
         own = self.own_state(wg)
         read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
-        begin, end, step = self.key_items(s)
-        for i in cutlass.range(begin, end, step, unroll=1):
-            item = self.key_item(i, s)
+        for turn in cutlass.range(self.turns(args), unroll=1):
+            item = self.own_item(turn, args, sItems, keys, own)
             dk.fill(0.0)
             dv.fill(0.0)
-            keys.consumer_wait(own)
-            last = self.last_of(item, args, 0)
             if const_expr(self.ahead):
-                if item.first < last:
+                if item.first < item.last:
                     loaded.consumer_wait(read)
                     self.multiply(x, mmas, rK, rQ[None, None, None, read.index])
                     cute.nvgpu.warpgroup.wait_group(0)
-            for j in cutlass.range(item.first, last, unroll=1):
+            for j in cutlass.range(item.first, item.last, unroll=1):
                 if const_expr(not self.ahead):
                     loaded.consumer_wait(read)
                     self.multiply(x, mmas, rK, rQ[None, None, None, read.index])
@@ -232,7 +212,7 @@ class AttentionKeysSm90(AttentionSm90):
                 current = read.clone()
                 read.advance()
                 if const_expr(self.ahead):
-                    if j + 1 < last:
+                    if j + 1 < item.last:
                         loaded.consumer_wait(read)
                         self.multiply(x, mmas, rK, rQ[None, None, None, read.index])
                 if const_expr(self.staged is not None):
@@ -240,8 +220,7 @@ class AttentionKeysSm90(AttentionSm90):
                 # dk: in flight at the end of the loop, ptxas waits for each WGMMA at once
                 cute.nvgpu.warpgroup.wait_group(0)
                 self.release(loaded, current)
-            keys.consumer_release(own)
-            own = self.advance_own(own)
+            own = self.release_own(keys, own)
             for v in cutlass.range_constexpr(cute.size(dk)):
                 dk[v] = dk[v] * s.scale
             k0 = item.tile * self.tile_k + wg * BLOCK

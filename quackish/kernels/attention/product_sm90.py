@@ -33,8 +33,7 @@ class AttentionProductSm90(AttentionSm90):
         ds_atom = self.load_atom(self.ds, self.tensor(args.ds, s.num_q, s.num_k, s.heads, s.batch))
         k_atom = self.load_atom(self.other, self.tensor(s.k, s.num_k, s.d, s.heads // s.group, s.batch))
         layouts = [self.ds.layout(c.num_wgs * c.num_stages), self.other.layout(c.num_stages)]
-        items = cute.ceil_div(s.num_q, self.tile_q) * s.heads * s.batch
-        self.kernel([ds_atom, k_atom], args, layouts).launch(**self.launch_options(items, s, stream))
+        self.kernel([ds_atom, k_atom], args, layouts).launch(**self.launch_options(args, stream))
 
     @cute.kernel
     def kernel(self, atoms: list, args: ProductArgs, layouts: list):
@@ -64,9 +63,8 @@ class AttentionProductSm90(AttentionSm90):
     @cute.jit
     def produce(self, atoms, shared, sWalk, loaded, args: ProductArgs):
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.num_stages)
-        begin, end, step = self.query_items(args.scores)
-        for i in cutlass.range(begin, end, step, unroll=1):
-            item = self.query_item(i, args.scores)
+        for turn in cutlass.range(self.turns(args), unroll=1):
+            item = self.item(turn, args)
             head = item.head
             ds_part = self.part(atoms[0], shared[0], self.of_head(atoms[0][1], head.query_head, head.batch), self.ds)
             k_part = self.part(atoms[1], shared[1], self.of_head(atoms[1][1], head.key_head, head.batch), self.other)
@@ -101,9 +99,8 @@ class AttentionProductSm90(AttentionSm90):
         rK = mma.make_fragment_B(part.partition_B(self.transposed(sK, c.num_stages)))
         dq = self.accumulator(self.d)
         read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
-        begin, end, step = self.query_items(s)
-        for i in cutlass.range(begin, end, step, unroll=1):
-            item = self.query_item(i, s)
+        for turn in cutlass.range(self.turns(args), unroll=1):
+            item = self.item(turn, args)
             dq.fill(0.0)
             for _ in cutlass.range(item.first, self.last_of(item, args, 0), unroll=1):
                 loaded.consumer_wait(read)

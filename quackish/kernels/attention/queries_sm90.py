@@ -32,22 +32,21 @@ class AttentionQueriesSm90(AttentionSm90):
         k_atom = self.load_atom(self.other, self.tensor(s.k, s.num_k, s.d, heads_k, s.batch))
         v_atom = self.load_atom(self.other, self.tensor(s.v, s.num_k, s.d, heads_k, s.batch))
         layouts = [self.own.layout(c.num_wgs), self.other.layout(c.num_stages)]
-        items = cute.ceil_div(s.num_q, self.tile_q) * s.heads * s.batch
         atoms = [q_atom, do_atom, k_atom, v_atom]
         self.kernel(atoms, self.score_atoms(s), args, layouts, self.score_layouts()).launch(
-            **self.launch_options(items, s, stream)
+            **self.launch_options(args, stream)
         )
 
     @cute.kernel
     def kernel(self, atoms: list, score_atoms: list, args: QueriesArgs, layouts: list, score_layouts: list):
-        c, s = self.config, args.scores
+        c = self.config
         tid, _, _ = cute.arch.thread_idx()
         wg = cute.arch.make_warp_uniform(tid // 128)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
 
         # shared memory and barriers
         smem = cutlass.memory.SmemAllocator()
-        sWalk = self.allocate_walk(smem)
+        sWalk, sItems = self.allocate_walk(smem), self.allocate_items(smem)
         sQ, sDO = self.own.allocate(smem, layouts[0]), self.own.allocate(smem, layouts[0])
         sK, sV = self.other.allocate(smem, layouts[1]), self.other.allocate(smem, layouts[1])
         tiles = self.allocate_scores(smem, score_layouts)
@@ -63,38 +62,18 @@ class AttentionQueriesSm90(AttentionSm90):
             if warp == 0:
                 self.produce(atoms, score_atoms, [sK, sV, tiles], sWalk, loaded, args)
             elif warp == 1:
-                self.produce_queries(atoms, sQ, sDO, queries, s)
+                self.produce_own([(atoms[0], sQ), (atoms[1], sDO)], queries, sItems, args, 0)
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
-            shared = [sQ, sDO, sK, sV, tiles, sWalk]
+            shared = [sQ, sDO, sK, sV, tiles, sWalk, sItems]
             self.consume(shared, queries, loaded, args, wg - 1, tid % 128)
-
-    @cute.jit
-    def produce_queries(self, atoms, sQ, sDO, queries, s: ScoreArgs):
-        wgs = self.config.num_wgs
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, wgs)
-        begin, end, step = self.query_items(s)
-        for i in cutlass.range(begin, end, step, unroll=1):
-            item = self.query_item(i, s)
-            q_part, do_part = (
-                self.part(atoms[a], to, self.of_head(atoms[a][1], item.head.query_head, item.head.batch), self.own)
-                for a, to in ((0, sQ), (1, sDO))
-            )
-            for w in cutlass.range_constexpr(wgs):
-                queries.producer_acquire(state)
-                barrier = queries.producer_get_barrier(state)
-                self.load(atoms[0], q_part, item.tile * wgs + w, 0, w, barrier)
-                self.load(atoms[1], do_part, item.tile * wgs + w, 0, w, barrier)
-                state.advance()
-        queries.producer_tail(state)
 
     @cute.jit
     def produce(self, atoms, score_atoms, shared, sWalk, loaded, args: QueriesArgs):
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.num_stages)
         policies = self.score_policies(args.scores)
-        begin, end, step = self.query_items(args.scores)
-        for i in cutlass.range(begin, end, step, unroll=1):
-            item = self.query_item(i, args.scores)
+        for turn in cutlass.range(self.turns(args), unroll=1):
+            item = self.item(turn, args)
             loads = [atoms, score_atoms, self.parts(atoms, score_atoms, shared, args.scores, item.head), policies]
             state = self.load_item(loads, item, args, loaded, state, sWalk, 0)
         loaded.producer_tail(state)
@@ -133,7 +112,7 @@ class AttentionQueriesSm90(AttentionSm90):
     @cute.jit
     def consume(self, shared, queries, loaded, args: QueriesArgs, wg: Int32, thread: Int32):
         c, s = self.config, args.scores
-        sQ, sDO, sK, sV, tiles, sWalk = shared
+        sQ, sDO, sK, sV, tiles, sWalk, sItems = shared
         mmas = [self.mma_from_shared(self.tile_k, add) for add in (False, True)]
         dq_mma = self.mma_from_registers()
         part = mmas[0].get_slice(0)
@@ -146,16 +125,13 @@ class AttentionQueriesSm90(AttentionSm90):
         own = self.own_state(wg)
         read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
         previous = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
-        begin, end, step = self.query_items(s)
-        for i in cutlass.range(begin, end, step, unroll=1):
-            item = self.query_item(i, s)
+        for turn in cutlass.range(self.turns(args), unroll=1):
+            item = self.own_item(turn, args, sItems, queries, own)
             head, q0 = item.head, item.tile * self.tile_q + wg * BLOCK
             block = Block(head, q0, Int32(0), BLOCK, self.tile_k, wg, thread)
             shift, delta = self.statistics(args, block)
             dq.fill(0.0)
-            queries.consumer_wait(own)
-            last = self.last_of(item, args, 0)
-            for j in cutlass.range(item.first, last, unroll=1):
+            for j in cutlass.range(item.first, item.last, unroll=1):
                 loaded.consumer_wait(read)
                 self.multiply(x, mmas, rQ, rK[None, None, None, read.index])
                 self.multiply(dp, mmas, rDO, rV[None, None, None, read.index])
@@ -178,11 +154,10 @@ class AttentionQueriesSm90(AttentionSm90):
                 self.multiply(dq, [dq_mma], ds, rKt[None, None, None, read.index])
                 read.advance()
             cute.nvgpu.warpgroup.wait_group(0)
-            if last > item.first:
+            if item.last > item.first:
                 self.release(loaded, previous)
                 previous.advance()
-            queries.consumer_release(own)
-            own = self.advance_own(own)
+            own = self.release_own(queries, own)
             for v in cutlass.range_constexpr(cute.size(dq)):
                 dq[v] = dq[v] * s.scale
             self.write_queries(dq, args.dq, s, block)

@@ -119,8 +119,8 @@ class AttentionSm90(MaskWalk):
                 atoms.append(self.load_atom(tile, self.tensor(t, args.num_q, args.num_k, heads, batch)))
         return atoms
 
-    def launch_options(self, items: Int32, args: ScoreArgs, stream):
-        ctas = cutlass.min(items, args.max_ctas)
+    def launch_options(self, args, stream):
+        ctas = cutlass.min(self.items(args), args.scores.max_ctas)
         return dict(
             grid=[ctas, 1, 1], block=[self.config.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=True
         )
@@ -174,17 +174,55 @@ class AttentionSm90(MaskWalk):
             cute.gemm(mmas[0] if kb == 0 else mmas[-1], acc, rA[None, None, kb], rB[None, None, kb], acc)
         warpgroup.commit_group()
 
-    # Device: walk
+    # Device: items. Here, and unless a kernel has others, they are tiles of queries. `args` are the kernel's.
 
     @cute.jit
-    def tile_and_head(self, i: Int32, tiles: Int32, heads: Int32, by_tiles: cutlass.Constexpr[bool]):
-        """The i-th (tile, head). by_tiles: each tile of all heads comes before the next tile.
+    def items(self, args) -> Int32:
+        s = args.scores
+        return cute.ceil_div(s.num_q, self.tile_q) * s.heads * s.batch
 
-        Where tiles differ in work, that gives a CTA tiles that are far from each other.
+    @cute.jit
+    def turns(self, args) -> Int32:
+        """How many items this CTA does."""
+        items, (ctas, _, _) = self.items(args), cute.arch.grid_dim()
+        return items // ctas + Int32(self.in_turn(items // ctas) < items)
+
+    @cute.jit
+    def in_turn(self, turn: Int32) -> Int32:
+        """The number of this CTA's item in a turn. Every second turn goes backwards, because items may get shorter."""
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        return turn * ctas + (cta if turn % 2 == 0 else ctas - 1 - cta)
+
+    @cute.jit
+    def item(self, turn: Int32, args):
+        rank, head = self.rank_and_head(self.in_turn(turn), args.scores)
+        return self.item_at(self.tile_of(rank, head, args.scores), head, args.scores)
+
+    @cute.jit
+    def rank_and_head(self, i: Int32, s: ScoreArgs):
+        """(rank of the tile in its head, head) of the i-th item, where the first ranks have most work.
+
+        If work differs, all heads of a rank come before the next rank.
         """
-        if const_expr(by_tiles):
-            return i // heads, i % heads
-        return i % tiles, i // tiles
+        tiles, heads = cute.ceil_div(s.num_q, self.tile_q), s.heads * s.batch
+        if const_expr(self.problem.band or self.problem.mask):
+            rank, head = i // heads, i % heads
+        else:
+            rank, head = i % tiles, i // tiles
+        head = heads - 1 - head  # in backward, ds of the last heads may still be in the L2; not measured alone
+        return rank, Head(head // s.heads, head % s.heads, head % s.heads // s.group)
+
+    @cute.jit
+    def tile_of(self, rank: Int32, head: Head, s: ScoreArgs) -> Int32:
+        if const_expr(self.problem.band and self.rows_are_queries):
+            return cute.ceil_div(s.num_q, self.tile_q) - 1 - rank  # with causality, the last tiles have most keys
+        return rank
+
+    @cute.jit
+    def item_at(self, tile: Int32, head: Head, s: ScoreArgs) -> Item:
+        first, last = self.key_tiles(s, tile * self.tile_q, self.tile_q, self.tile_k)
+        return Item(head, tile, first, last)
 
     @cute.jit
     def key_tiles(self, args: ScoreArgs, q0: Int32, queries: cutlass.Constexpr[int], tile: cutlass.Constexpr[int]):
@@ -204,25 +242,6 @@ class AttentionSm90(MaskWalk):
             first = cutlass.max(k0 - args.right, 0)
             end = cutlass.max(cutlass.min(cutlass.min(k0 + keys, args.num_k) + args.left, args.num_q), first)
         return first // tile, first // tile if end == first else cute.ceil_div(end, tile)
-
-    @cute.jit
-    def query_items(self, s: ScoreArgs):
-        """(first, last, step) of this CTA's items, where items are tiles of queries."""
-        cta, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
-        return cta, cute.ceil_div(s.num_q, self.tile_q) * s.heads * s.batch, ctas
-
-    @cute.jit
-    def query_item(self, i: Int32, s: ScoreArgs) -> Item:
-        tiles = cute.ceil_div(s.num_q, self.tile_q)
-        heads = s.heads * s.batch
-        tile, head = self.tile_and_head(i, tiles, heads, self.problem.band or self.problem.mask)
-        if const_expr(self.problem.band):
-            tile = tiles - 1 - tile  # with causality, the last tiles have most keys
-        head = heads - 1 - head  # in backward, ds of the last heads may still be in the L2; not measured alone
-        head = Head(head // s.heads, head % s.heads, head % s.heads // s.group)
-        first, last = self.key_tiles(s, tile * self.tile_q, self.tile_q, self.tile_k)
-        return Item(head, tile, first, last)
 
     # Device: loads
 
@@ -327,12 +346,44 @@ class AttentionSm90(MaskWalk):
         """Each warp group has a stage, for its `tiles` own tiles of an item, and waits for no other warp group."""
         return self.pipeline(self.config.num_wgs, tiles * self.own.bytes, 1)
 
+    @cute.jit
+    def produce_own(self, loads, own, sItems, args, at_least: cutlass.Constexpr[int]):
+        """Loads the own tiles of all items. loads: [(atom, shared memory)]; at_least: see `last_of`."""
+        wgs = self.config.num_wgs
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, wgs)
+        for turn in cutlass.range(self.turns(args), unroll=1):
+            item = self.item(turn, args)
+            last = self.last_of(item, args, at_least)
+            head = item.head.query_head if const_expr(self.rows_are_queries) else item.head.key_head
+            parts = [self.part(atom, to, self.of_head(atom[1], head, item.head.batch), self.own) for atom, to in loads]
+            for w in cutlass.range_constexpr(wgs):
+                self.acquire_own(own, state, len(loads) * self.own.bytes, sItems, item.tile, last)
+                for a in cutlass.range_constexpr(len(loads)):
+                    self.load(loads[a][0], parts[a], item.tile * wgs + w, 0, w, own.producer_get_barrier(state))
+                state.advance()
+        own.producer_tail(state)
+
     def own_state(self, wg: Int32):
-        """The consumer's state in `own_pipeline`. `advance_own` goes on to the next item."""
+        """A consumer's state in `own_pipeline`."""
         return pipeline.PipelineState(self.config.num_wgs, Int32(0), wg, Int32(0))
 
     @cute.jit
-    def advance_own(self, state):
+    def own_item(self, turn: Int32, args, sItems, own, state):
+        """A consumer's item, once its own tiles are loaded. Its last tile is such that it has as many as are loaded."""
+        s = args.scores
+        if const_expr(sItems is None):
+            item = self.item(turn, args)
+            own.consumer_wait(state)
+            return item
+        _, head = self.rank_and_head(self.in_turn(turn), s)
+        own.consumer_wait(state)
+        tile, last = self.words(sItems, state.index)
+        return self.item_at(tile, head, s)._replace(last=last)
+
+    @cute.jit
+    def release_own(self, own, state):
+        """Returns the state for the next item."""
+        own.consumer_release(state)
         for _ in cutlass.range_constexpr(self.config.num_wgs):
             state.advance()
         return state

@@ -2,7 +2,8 @@
 
 The classes of the mask's blocks are in memory. The producer reads those of 32 tiles at once, one per lane, and takes
 the tiles to do in order. It tells the consumers in shared memory which tile a stage has, and whether the mask leaves
-all its keys: then the mask is not loaded. The consumers count an item's tiles before they start it.
+all its keys: then the mask is not loaded. An item's tiles are counted before it starts, by the warp that loads its own
+tiles, or else by the consumers.
 """
 
 from typing import NamedTuple
@@ -101,18 +102,50 @@ class MaskWalk:
 
     @cute.jit
     def last_of(self, item, args, at_least: cutlass.Constexpr[int]) -> Int32:
-        """Where the loop of a consumer from item.first ends, so that it has as many tiles as `load_item` loads."""
+        """Where the loop of a consumer from item.first ends, so that it has as many tiles as `load_item` loads.
+
+        For a whole warp.
+        """
         if const_expr(not self.problem.mask):
             return item.last
         return item.first + cutlass.max(self.count(item, args), at_least)
 
-    # What the producer tells the consumers
+    # What producers tell the consumers
 
     def allocate_walk(self, smem):
         """(stages,), or None without a mask. Allocated first: then it fits in front of the first aligned tile."""
         if not self.problem.mask:
             return None
         return smem.allocate_tensor(Int32, cute.make_layout((self.config.num_stages,)), 16)
+
+    def allocate_items(self, smem):
+        """(2, warp groups): tile and end of the loop of an item, or None without a mask. Allocated with the walk."""
+        if not self.problem.mask:
+            return None
+        return smem.allocate_tensor(Int32, cute.make_layout((2, self.config.num_wgs)), 16)
+
+    @cute.jit
+    def acquire_own(self, own, state, num_bytes: cutlass.Constexpr[int], sItems, tile: Int32, last: Int32):
+        """`producer_acquire` for a warp group's own tiles of an item."""
+        if const_expr(sItems is None):
+            own.producer_acquire(state)
+        else:
+            own.sync_object_empty.wait(state.index, state.phase)
+            with cute.arch.elect_one():
+                sItems[0, state.index], sItems[1, state.index] = tile, last
+                cute.arch.mbarrier_arrive_and_expect_tx(own.producer_get_barrier(state), num_bytes)
+
+    @cute.jit
+    def words(self, sItems: cute.Tensor, stage: Int32):
+        """(tile, end of the loop)"""
+        return self.read_word(sItems[0, None], stage), self.read_word(sItems[1, None], stage)
+
+    @cute.jit
+    def read_word(self, shared: cute.Tensor, stage: Int32) -> Int32:
+        word = Int32(0)
+        if cute.arch.lane_idx() == 0:  # the lane that releases the stage: racecheck ignores the warp barrier
+            word = shared[stage]
+        return cute.arch.shuffle_sync(word, 0)
 
     @cute.jit
     def acquire(self, loaded, state, num_bytes: cutlass.Constexpr[int], sWalk: cute.Tensor, n: Int32, is_full: Int32):
@@ -135,8 +168,5 @@ class MaskWalk:
         """(tile, `is_full` of `scores`, or None to always mask) of a loaded stage; without a mask it is tile n."""
         if const_expr(sWalk is None):
             return n, None
-        word = Int32(0)
-        if cute.arch.lane_idx() == 0:  # the lane that releases the stage: racecheck ignores the warp barrier
-            word = sWalk[stage]
-        word = cute.arch.shuffle_sync(word, 0)
+        word = self.read_word(sWalk, stage)
         return word // 2, word % 2 if const_expr(is_known_full) else None
