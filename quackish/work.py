@@ -207,6 +207,13 @@ def _attention_mask(p: attention.AttentionMaskProblem, s: Sizes) -> Work:
     return Work(read, s["batches"] * s["heads"] * blocks, 0)
 
 
+def _attention_order(p: attention.AttentionOrderProblem, s: Sizes) -> Work:
+    blocks_q, blocks_k = (_ceil_div(s[n], attention.BLOCK) for n in ("num_q", "num_k"))
+    tiles = sum(_ceil_div(s[n], attention.ORDERED) for n in ("num_q", "num_k"))
+    matrices = s["batches"] * s["heads"]
+    return Work(matrices * blocks_q * blocks_k, 4 * matrices * tiles, 0)
+
+
 def _attention_fwd(p: attention.AttentionForwardProblem, s: Sizes) -> Work:
     return _attention(p, s, matmuls=2, rows=2)  # q, o
 
@@ -278,6 +285,7 @@ KERNELS = {
     "lce_gemm": Kernel(("m", "n", "k"), _lce_gemm),
     "grouped_gemm": Kernel(("rows", "m", "n", "k", "groups"), _grouped_gemm),
     "attention_mask": Kernel(("batches", "heads", "rows", "columns"), _attention_mask),
+    "attention_order": Kernel(("batches", "heads", "num_q", "num_k"), _attention_order),
     "attention_fwd": Kernel(_ATTENTION, _attention_fwd),
     "attention_bwd_rows": Kernel(("batch", "heads", "num_q", "d"), _attention_bwd_rows),
     "attention_bwd_keys": Kernel(_ATTENTION, _attention_bwd_keys),

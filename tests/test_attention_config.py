@@ -12,6 +12,8 @@ from quackish.configs.attention import (
     AttentionKeysProblem,
     AttentionMaskConfig,
     AttentionMaskProblem,
+    AttentionOrderConfig,
+    AttentionOrderProblem,
     AttentionProductProblem,
     AttentionQueriesProblem,
     AttentionRowsConfig,
@@ -91,6 +93,10 @@ def test_classes_compile_without_spills(by_vectors):
     check_compiles("attention_mask", AttentionMaskProblem(by_vectors), AttentionMaskConfig(), H200)
 
 
+def test_order_compiles_without_spills():
+    check_compiles("attention_order", AttentionOrderProblem(), AttentionOrderConfig(), H200)
+
+
 def test_measured_configs():
     """The fastest of those that an H100 or H200 ran: benchmarks/results/H200/attention.md."""
     for d, forward, keys, product in ((64, (128, 3), (128, 2), (128, 4)), (128, (128, 2), (64, 3), (128, 3))):
@@ -134,6 +140,11 @@ def test_every_problem_has_a_legal_config():
 )
 def test_illegal_configs(problem, config, why):
     assert why in attention_why_illegal(problem(BF16, 128, BF16), AttentionConfig(*config), H200)
+
+
+def test_the_order_of_tiles_is_one_of_128_rows():
+    why = attention_why_illegal(AttentionForwardProblem(BF16, 64, mask=True), AttentionConfig(3, 64, 2), H200)
+    assert "num_wgs is 3; with a mask expected 2" in why
 
 
 def test_parts_of_a_broadcast_sum():

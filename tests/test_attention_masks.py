@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import quackish
-from quackish.configs.attention import BLOCK, EMPTY, FULL, MIXED
-from quackish.ops.attention.kernel_steps import classes_shape, steps_of, unknown_classes
+from quackish.configs.attention import BLOCK, EMPTY, FULL, MIXED, AttentionOrderProblem, OrderArgs, Strided
+from quackish.ops.attention.kernel_steps import layout_of_plan, steps_of, unknown_plan
 from quackish.ops.device import device_of
 from quackish.reference.attention import Inputs, Options
 from quackish.testing.errors import same_bits
@@ -22,11 +22,12 @@ def of_classes(classes, num_q, num_k, seed=0):
     return torch.where(classes == MIXED, some, classes == FULL)[None, None]
 
 
-# Classes --------------------------------------------------------------------------------------------------------------
+# Plans ----------------------------------------------------------------------------------------------------------------
 
 
 def classes_of(mask):
-    classes = torch.empty(classes_shape(mask), dtype=torch.uint8)
+    blocks = (-(-size // BLOCK) for size in mask.shape[2:])
+    classes = torch.empty(*mask.shape[:2], *blocks, dtype=torch.uint8)
     for i in range(classes.shape[2]):
         for j in range(classes.shape[3]):
             block = mask[:, :, BLOCK * i : BLOCK * (i + 1), BLOCK * j : BLOCK * (j + 1)].flatten(2)
@@ -63,12 +64,59 @@ MASKS = {
 }
 
 
+def orders_of(classes, num_q, num_k):
+    """Of tiles of queries and of keys, each of two blocks: those with most blocks that are not EMPTY come first."""
+    used = (classes != EMPTY).expand(-1, -1, -(-num_q // BLOCK), -(-num_k // BLOCK)).flatten(0, 1)
+    for blocks in (used, used.mT):
+        work = torch.nn.functional.pad(blocks.sum(2), (0, blocks.shape[1] % 2)).unflatten(1, (-1, 2)).sum(2)
+        yield work.argsort(dim=1, descending=True, stable=True).int()
+
+
+def assert_plan(plan, mask, num_q, num_k):
+    layout, classes = layout_of_plan(mask.shape, num_q, num_k), classes_of(mask)
+    assert same_bits(plan[layout.classes :], classes.flatten())
+    want = torch.cat([order.flatten() for order in orders_of(classes, num_q, num_k)])
+    assert same_bits(plan[: layout.classes].view(torch.int32), want)
+
+
+def inputs_of(mask, num_q, num_k):
+    q, k = (torch.empty(1, 1, length, 64) for length in (num_q, num_k))
+    return Inputs(q, k, k, None, mask)
+
+
 @pytest.mark.parametrize("where", [QUICK, pytest.param(HOPPER[1], marks=pytest.mark.exhaustive)])
-def test_classes(where):
+def test_plans(where):
     with emulated(where):
         steps = steps_of(device_of(CPU))
-        for name, mask in MASKS.items():
-            assert same_bits(steps.classes(mask), classes_of(mask)), name
+        for mask in MASKS.values():
+            num_q, num_k = (n if n > 1 else 200 + i for i, n in enumerate(mask.shape[2:]))
+            assert_plan(steps.plan(inputs_of(mask, num_q, num_k), Options(1.0)), mask, num_q, num_k)
+
+
+def test_plan_of_the_portable_path():
+    """Every tile is once in each order."""
+    inputs = inputs_of(MASKS["vectors"], 130, 208)
+    layout = layout_of_plan(inputs.mask.shape, 130, 208)
+    plan = unknown_plan(inputs)
+    assert (plan[layout.classes :] == MIXED).all()
+    assert plan[: layout.classes].view(torch.int32).tolist() == [0, 1] * 12
+
+
+@pytest.mark.exhaustive
+def test_order_of_more_tiles_than_a_cta_ranks():
+    tiles, most = 1030, 1024
+    classes = torch.randint(0, 3, (1, 1, 2 * tiles, 1), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    out = [torch.empty(n, dtype=torch.int32) for n in (tiles, 1)]
+    args = OrderArgs(
+        Strided(classes.data_ptr(), *classes.stride()), *(t.data_ptr() for t in out), 1, 1, 2 * tiles * BLOCK, BLOCK
+    )
+    with emulated(QUICK):
+        device = device_of(CPU)
+        device.kernel_for("attention_order", AttentionOrderProblem(), device.gpu).launch(args, device.stream())
+    for first in (0, most):
+        part = classes[:, :, 2 * first : 2 * (first + most)]
+        want = next(orders_of(part, part.shape[2] * BLOCK, BLOCK))[0]
+        assert same_bits(out[0][first : first + most], want + first)
 
 
 # Tiles ----------------------------------------------------------------------------------------------------------------
@@ -81,8 +129,8 @@ def forward(args, where):
     """(o and lse, the launch)"""
     with emulated(where) as report, torch.no_grad():
         out, lse = quackish.scaled_dot_product_attention(**args, return_lse=True, backend="cute")
-    assert [launch.kernel for launch in report.launches] == ["attention_mask", "attention_fwd"]
-    return dict(o=out, lse=lse), report.launches[1]
+    assert [launch.kernel for launch in report.launches] == ["attention_mask", "attention_order", "attention_fwd"]
+    return dict(o=out, lse=lse), report.launches[2]
 
 
 def bytes_of(tiles, masks):
@@ -124,8 +172,8 @@ def test_backward_skips_tiles(bias):
     with emulated(QUICK) as of_all:
         step(args)
     of_dq = "attention_bwd_product" if bias else "attention_bwd_queries"
-    assert [launch.kernel for launch in report.launches[3:]] == ["attention_bwd_keys", of_dq]
-    for some, every in zip(report.launches[3:], of_all.launches[3:], strict=True):
+    assert [launch.kernel for launch in report.launches[-2:]] == ["attention_bwd_keys", of_dq]
+    for some, every in zip(report.launches[-2:], of_all.launches[-2:], strict=True):
         assert 0 < some.mmas < every.mmas * 0.7, some.kernel
 
 
@@ -145,7 +193,9 @@ def test_bits_do_not_depend_on_what_is_skipped():
     inputs, options = Inputs(q.detach(), k.detach(), v.detach(), None, mask), Options(0.125)
     with emulated(QUICK):
         steps = steps_of(device_of(CPU))
-        skipped, computed = (steps.forward(inputs, options, c) for c in (steps.classes(mask), unknown_classes(mask)))
+        skipped, computed = (
+            steps.forward(inputs, options, plan) for plan in (steps.plan(inputs, options), unknown_plan(inputs))
+        )
     assert all(same_bits(a, b) for a, b in zip(skipped, computed, strict=True))
 
 
@@ -169,7 +219,7 @@ CASES = {
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("kind, where", zip(CASES, HOPPER * 3, strict=True))
+@pytest.mark.parametrize("kind, where", list(zip(CASES, HOPPER * 3, strict=True)))
 def test_numbers_and_bits_of_masks(kind, where):
     args = CASES[kind]
     with emulated(where):

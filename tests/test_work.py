@@ -11,6 +11,7 @@ from quackish.configs.attention import (
     AttentionForwardProblem,
     AttentionKeysProblem,
     AttentionMaskProblem,
+    AttentionOrderProblem,
     AttentionProductProblem,
     AttentionQueriesProblem,
     AttentionRowsProblem,
@@ -51,6 +52,7 @@ SAMPLES = [
     ("grouped_gemm", GroupedGemmProblem("down_backward", BF16, 64, BF16, b_major="n", activation="silu", scaled=True)),
     ("grouped_gemm", GroupedGemmProblem("store", BF16, 64, FP32, accumulate=True)),
     ("attention_mask", AttentionMaskProblem(by_vectors=False)),
+    ("attention_order", AttentionOrderProblem()),
     ("attention_fwd", AttentionForwardProblem(BF16, 64, mask=True, mask_aligned=False)),
     ("attention_bwd_rows", AttentionRowsProblem(BF16, dlse=True)),
     ("attention_bwd_keys", AttentionKeysProblem(BF16, 64, FP32, band=True, softcap=True, dbias=True)),
@@ -243,6 +245,8 @@ def test_work_of_attention():
     )  # fmt: skip
     of_mask = dict(batches=batch, heads=1, rows=num_q, columns=130)  # three blocks of 64 columns
     assert work("attention_mask", AttentionMaskProblem(by_vectors=False), of_mask) == Work(2 * 24 * 130, 2 * 3, 0)
+    of_mask = dict(batches=batch, heads=1, num_q=200, num_k=130)  # 4 x 3 blocks, and two tiles of both
+    assert work("attention_order", AttentionOrderProblem(), of_mask) == Work(2 * 12, 2 * 4 * (2 + 2), 0)
 
 
 def test_work_of_token_rows():

@@ -13,6 +13,7 @@ from quackish.gpu import Gpu
 
 BLOCK = 64  # rows of a warp group's accumulator; queries and keys of a classified block of a mask
 EMPTY, MIXED, FULL = range(3)  # classes of a block: no key, some keys or all keys take part
+ORDERED = 2 * BLOCK  # queries or keys of a tile whose place in the order depends on the mask
 MAX_D = 128
 # Registers per thread of the producer and of the consumers, by number of consumer warp groups. All threads together may
 # have no more than at launch, when each has 65,536 / threads, rounded down to a multiple of 8. Otherwise they hang.
@@ -38,6 +39,7 @@ class ScoreArgs(NamedTuple):
     bias: Any = None  # (B or 1, Hq or 1, Lq, Lk)
     mask: Any = None  # (B or 1, Hq or 1, Lq, Lk) uint8
     classes: Any = None  # of the mask's blocks, uint8; a stride of 0 where the mask is broadcast; with mask
+    order: Any = None  # (B or 1, Hq or 1, tiles, 1) int32: of ORDERED queries or keys, most work first; with `ordered`
     scale: Any = "float32"
     softcap: Any = None  # fp32
     left: Any = None  # int32: key j takes part in row i if i - left <= j <= i + right; with band
@@ -58,6 +60,16 @@ class MaskArgs(NamedTuple):
     heads: Any = "int32"
     rows: Any = "int32"
     columns: Any = "int32"
+
+
+class OrderArgs(NamedTuple):
+    classes: Any = Strided(Ptr("uint8", aligned=False), column="int64")  # a stride of 0 where the mask is broadcast
+    of_queries: Any = Ptr("int32", aligned=True)  # (batches, heads, num_q / ORDERED rounded up), written
+    of_keys: Any = Ptr("int32", aligned=False)  # the same with num_k
+    batches: Any = "int32"  # of the mask
+    heads: Any = "int32"
+    num_q: Any = "int32"
+    num_k: Any = "int32"
 
 
 class ForwardArgs(NamedTuple):
@@ -136,6 +148,20 @@ class AttentionMaskConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class AttentionOrderProblem:
+    """The order in which tiles of queries and of keys start: those with most classified blocks first."""
+
+    @property
+    def args(self) -> OrderArgs:
+        return OrderArgs()
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionOrderConfig:
+    threads: int = 1024  # not measured
+
+
+@dataclasses.dataclass(frozen=True)
 class AttentionProblem:
     """What all kernels of attention depend on."""
 
@@ -149,6 +175,11 @@ class AttentionProblem:
     softcap: bool = False
 
     @property
+    def ordered(self) -> bool:
+        """True if tiles start in an order that depends on the mask; with a band, it depends on the band."""
+        return self.mask and not self.band
+
+    @property
     def bias_by_tma(self) -> bool:
         return self.bias_dtype is not None and self.bias_aligned
 
@@ -160,15 +191,17 @@ class AttentionProblem:
         return Strided(Ptr(self.dtype, aligned=True))
 
     def _scores(self) -> ScoreArgs:
-        operand, bias, mask, classes = self._operand(), None, None, None
+        operand, bias, mask, classes, order = self._operand(), None, None, None, None
         if self.bias_dtype is not None:
             bias = Strided(Ptr(self.bias_dtype, self.bias_aligned), column=None if self.bias_aligned else "int64")
         if self.mask:
             mask = Strided(Ptr("uint8", self.mask_aligned), column=None if self.mask_aligned else "int64")
             classes = Strided(Ptr("uint8", aligned=False), column="int64")
+        if self.ordered:
+            order = Strided(Ptr("int32", aligned=False))
         bound = "int32" if self.band else None
         return ScoreArgs(
-            q=operand, k=operand, v=operand, bias=bias, mask=mask, classes=classes,
+            q=operand, k=operand, v=operand, bias=bias, mask=mask, classes=classes, order=order,
             softcap="float32" if self.softcap else None, left=bound, right=bound,
         )  # fmt: skip
 
@@ -247,7 +280,7 @@ class AttentionBiasProblem(AttentionProblem):
     @property
     def args(self) -> BiasArgs:
         dbias = Strided(ALIGNED_F32 if self.in_parts else Ptr(self.bias_dtype, aligned=True))
-        return BiasArgs(scores=self._scores(), do=self._operand(), dbias=dbias)
+        return BiasArgs(scores=self._scores()._replace(order=None), do=self._operand(), dbias=dbias)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -337,6 +370,10 @@ def attention_why_illegal(problem: AttentionProblem, config: AttentionConfig, gp
     tiles = TILES[_KIND[type(problem)]]
     if config.num_wgs not in REGISTERS:
         return f"num_wgs is {config.num_wgs}; expected 2 or 3"
+    if problem.mask and config.rows != ORDERED:
+        return (
+            f"num_wgs is {config.num_wgs}; with a mask expected 2, because the order of tiles is one of {ORDERED} rows"
+        )
     if config.tile not in tiles:
         return f"tile is {config.tile}; expected one of {', '.join(map(str, tiles))}"
     least = 2 if _KIND[type(problem)] == "queries" else 1  # it releases a stage after it has the next one

@@ -66,6 +66,7 @@ RULES: dict[str, dict[str, Rule]] = {
 # Kernels with one config per problem, which cannot be tuned or forced: (class of its problems, problem -> config)
 FIXED: dict[str, tuple[type, Callable[[Any], Any]]] = {
     "attention_mask": (attention.AttentionMaskProblem, lambda problem: attention.AttentionMaskConfig()),
+    "attention_order": (attention.AttentionOrderProblem, lambda problem: attention.AttentionOrderConfig()),
     "attention_bwd_rows": (attention.AttentionRowsProblem, lambda problem: attention.AttentionRowsConfig()),
     "token_rows": (token_rows.TokenRowsProblem, token_rows.token_rows_config),
     "lce_compact": (lce_rows.LceCompactProblem, lambda problem: lce_rows.LceCompactConfig()),

@@ -25,6 +25,7 @@ TABLE = {  # kernel -> GPU family -> module:class
         **_on_blackwell("grouped_gemm_sm100:GroupedGemmSm100"),
     },
     "attention_mask": {"sm_90": "attention.mask:AttentionMask"},
+    "attention_order": {"sm_90": "attention.order:AttentionOrder"},
     "attention_fwd": {"sm_90": "attention.forward_sm90:AttentionForwardSm90"},
     "attention_bwd_keys": {"sm_90": "attention.keys_sm90:AttentionKeysSm90"},
     "attention_bwd_queries": {"sm_90": "attention.queries_sm90:AttentionQueriesSm90"},

@@ -35,6 +35,10 @@ class Options(NamedTuple):
     left: int | None = None  # key j takes part in row i if i - left <= j <= i + right
     right: int | None = None  # 0: causal
 
+    @property
+    def has_band(self) -> bool:
+        return self.left is not None or self.right is not None
+
 
 def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     """(o (B, Hq, Lq, Dv) in q's dtype, lse (B, Hq, Lq) in fp32, or fp64 for fp64)"""

@@ -24,12 +24,12 @@ def attention(
     options = Options(q.shape[3] ** -0.5, 20.0 if p.softcap else None, None, 0 if p.band else None)
     on = require_device("tune", device)
     steps = _Recorder(on, p)
-    classes = steps.classes(inputs.mask)
-    out, lse = steps.forward(inputs, options, classes)
+    plan = steps.plan(inputs, options)
+    out, lse = steps.forward(inputs, options, plan)
     do = torch.randn(out.shape, dtype=out.dtype, device=device)
     is_broadcast = bias is not None and bias.shape[:2] != q.shape[:2]
     need_dbias = is_broadcast or isinstance(p, AttentionProductProblem) or getattr(p, "dbias", False)
-    steps.backward(do, None, out, lse, inputs, options, need_dbias, classes)
+    steps.backward(do, None, out, lse, inputs, options, need_dbias, plan)
     args = steps.args
     assert args is not None, (p, steps.problems)
     written = tuple(steps.memory_at(getattr(args, name)) for name in ATTENTION_RESULTS[kernel])

@@ -215,6 +215,8 @@ class AttentionSm90(MaskWalk):
 
     @cute.jit
     def tile_of(self, rank: Int32, head: Head, s: ScoreArgs) -> Int32:
+        if const_expr(self.problem.ordered):
+            return load_at(self.start(s.order, head), Int64(rank) * s.order.row)
         if const_expr(self.problem.band and self.rows_are_queries):
             return cute.ceil_div(s.num_q, self.tile_q) - 1 - rank  # with causality, the last tiles have most keys
         return rank

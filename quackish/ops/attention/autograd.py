@@ -46,18 +46,18 @@ def _steps_for(inputs: Inputs, backend: str, need_dbias: bool = False) -> Steps:
 
 
 def _forward(inputs: Inputs, options: Options, backend: str) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(o, lse, classes of the mask's blocks)"""
+    """(o, lse, plan of the mask)"""
     check_memory(WHO, query=inputs.q, key=inputs.k, value=inputs.v, attn_bias=inputs.bias, attn_mask=inputs.mask)
     steps = _steps_for(inputs, backend)
     if not isinstance(steps, kernel_steps.AttentionSteps):
-        return *steps.forward(inputs, options), kernel_steps.unknown_classes(inputs.mask)
-    classes = steps.classes(inputs.mask)
-    return *steps.forward(inputs, options, classes), classes
+        return *steps.forward(inputs, options), kernel_steps.unknown_plan(inputs)
+    plan = steps.plan(inputs, options)
+    return *steps.forward(inputs, options, plan), plan
 
 
-def _backward(do, dlse, out, lse, classes, inputs: Inputs, options: Options, need_dbias: bool, backend: str):
+def _backward(do, dlse, out, lse, plan, inputs: Inputs, options: Options, need_dbias: bool, backend: str):
     steps = _steps_for(inputs, backend, need_dbias)
-    of_mask = (classes,) if isinstance(steps, kernel_steps.AttentionSteps) else ()
+    of_mask = (plan,) if isinstance(steps, kernel_steps.AttentionSteps) else ()
     return steps.backward(do, dlse, out, lse, inputs, options, need_dbias, *of_mask)
 
 
@@ -67,9 +67,9 @@ _lib = torch.library.Library("quackish", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask"
 _OPTIONS = "float scale, float? softcap, SymInt? left, SymInt? right"
-_lib.define(f"attention_fwd({_INPUTS}, {_OPTIONS}, str backend) -> (Tensor o, Tensor lse, Tensor classes)", tags=_TAGS)
+_lib.define(f"attention_fwd({_INPUTS}, {_OPTIONS}, str backend) -> (Tensor o, Tensor lse, Tensor plan)", tags=_TAGS)
 _lib.define(
-    f"attention_bwd(Tensor d_o, Tensor? dlse, Tensor o, Tensor lse, Tensor? classes, {_INPUTS}, {_OPTIONS}, "
+    f"attention_bwd(Tensor d_o, Tensor? dlse, Tensor o, Tensor lse, Tensor? plan, {_INPUTS}, {_OPTIONS}, "
     "bool need_dbias, str backend) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)",
     tags=_TAGS,
 )
@@ -84,26 +84,27 @@ def _split(args: tuple) -> tuple[Inputs, Options, tuple]:
 
 def _forward_impl(*args):
     inputs, options, (backend,) = _split(args)
-    out, lse, classes = _forward(inputs, options, backend)
-    return out, lse, inputs.q.new_empty(0, dtype=torch.uint8) if classes is None else classes
+    out, lse, plan = _forward(inputs, options, backend)
+    return out, lse, inputs.q.new_empty(0, dtype=torch.uint8) if plan is None else plan
 
 
-def _backward_impl(do, dlse, out, lse, classes, *args):
+def _backward_impl(do, dlse, out, lse, plan, *args):
     inputs, options, (need_dbias, backend) = _split(args)
-    *grads, dbias = _backward(do, dlse, out, lse, classes, inputs, options, need_dbias, backend)
+    *grads, dbias = _backward(do, dlse, out, lse, plan, inputs, options, need_dbias, backend)
     return *grads, None if dbias is None else dbias.contiguous()
 
 
 def _forward_fake(*args):
-    q, _, v, _, mask = args[:_NUM_INPUTS]
+    q, k, v, _, mask = args[:_NUM_INPUTS]
     columns = v.shape[3]
     out = q.new_empty_strided((*q.shape[:3], columns), strides_like(q, columns))
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    classes = q.new_empty(0 if mask is None else kernel_steps.classes_shape(mask), dtype=torch.uint8)
-    return out, q.new_empty(q.shape[:3], dtype=wide), classes
+    num_bytes = 0 if mask is None else kernel_steps.plan_bytes(mask.shape, q.shape[2], k.shape[2])
+    plan = q.new_empty(num_bytes, dtype=torch.uint8)
+    return out, q.new_empty(q.shape[:3], dtype=wide), plan
 
 
-def _backward_fake(do, dlse, out, lse, classes, *args):
+def _backward_fake(do, dlse, out, lse, plan, *args):
     inputs, _, (need_dbias, _) = _split(args)
     grads = [t.new_empty_strided(t.shape, strides_like(t, t.shape[3])) for t in inputs[:3]]
     return *grads, inputs.bias.new_empty(inputs.bias.shape) if need_dbias and inputs.bias is not None else None
@@ -116,21 +117,21 @@ def _setup_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _op_backward(ctx, do, dlse, dclasses=None):
+def _op_backward(ctx, do, dlse, dplan=None):
     if torch.is_grad_enabled():
         raise RuntimeError(f"{WHO}: create_graph=True (double backward) is not supported")
     none = (None,) * (_NUM_OPTIONS + 1)
     if do is None and dlse is None:
         return (None,) * _NUM_INPUTS + none
     check_same_device(WHO, ctx.device, (dlse if do is None else do).device)
-    *tensors, out, lse, classes = ctx.saved_tensors
+    *tensors, out, lse, plan = ctx.saved_tensors
     inputs, need_dbias = Inputs(*tensors), ctx.needs_input_grad[Inputs._fields.index("bias")]
     do = torch.zeros_like(out) if do is None else do
     if is_plain() and are_plain((do, dlse, *tensors)) and _has_memory(do):
         with as_current(do.device), without_autocast(do.device.type):
-            grads = _backward(do, dlse, out, lse, classes, inputs, ctx.options, need_dbias, ctx.backend)
+            grads = _backward(do, dlse, out, lse, plan, inputs, ctx.options, need_dbias, ctx.backend)
     else:
-        grads = _bwd_op(do, dlse, out, lse, classes, *inputs, *ctx.options, need_dbias, ctx.backend)
+        grads = _bwd_op(do, dlse, out, lse, plan, *inputs, *ctx.options, need_dbias, ctx.backend)
     return *grads, None, *none
 
 

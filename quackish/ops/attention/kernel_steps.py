@@ -6,8 +6,8 @@ bias or mask of any strides is read in place, but slower.
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,10 +17,12 @@ from quackish.configs.attention import (
     BLOCK,
     MAX_D,
     MIXED,
+    ORDERED,
     AttentionBiasProblem,
     AttentionForwardProblem,
     AttentionKeysProblem,
     AttentionMaskProblem,
+    AttentionOrderProblem,
     AttentionProblem,
     AttentionProductProblem,
     AttentionQueriesProblem,
@@ -29,6 +31,7 @@ from quackish.configs.attention import (
     ForwardArgs,
     KeysArgs,
     MaskArgs,
+    OrderArgs,
     ProductArgs,
     QueriesArgs,
     RowsArgs,
@@ -40,11 +43,12 @@ from quackish.ops.cuda import address, dtype_name, name_of
 from quackish.ops.device import Device
 from quackish.reference.attention import Inputs, Options, strides_like
 
-Problem = AttentionProblem | AttentionMaskProblem | AttentionRowsProblem
+Problem = AttentionProblem | AttentionMaskProblem | AttentionOrderProblem | AttentionRowsProblem
 
 _UNBOUNDED = 1 << 30
 _KERNELS = {
     AttentionMaskProblem: "attention_mask",
+    AttentionOrderProblem: "attention_order",
     AttentionForwardProblem: "attention_fwd",
     AttentionRowsProblem: "attention_bwd_rows",
     AttentionKeysProblem: "attention_bwd_keys",
@@ -78,35 +82,50 @@ def why_unsupported(inputs: Inputs, need_dbias: bool = False) -> str:
 class AttentionSteps:
     """The steps on one device, with the names and arguments of the functions in `reference/attention.py`.
 
-    Both also have `classes`, the result of the method of this name, which forward keeps for backward.
+    Both also have `plan`, the result of the method of this name, which forward keeps for backward.
     """
 
     def __init__(self, device: Device):
         self.device, self.stream, self.empty = device, device.stream, device.empty
         self._kernel = functools.lru_cache(maxsize=1024)(self._find_kernel)
 
-    def classes(self, mask: Tensor | None) -> Tensor | None:
-        """For each block of a mask, whether no key, some keys or all keys take part."""
+    def plan(self, inputs: Inputs, options: Options) -> Tensor | None:
+        """What kernels read about a mask, in memory as `layout_of_plan` says.
+
+        For each block, whether no key, some keys or all keys take part; and the order in which tiles start, unless it
+        depends on causality or a window.
+        """
+        mask = inputs.mask
         if mask is None:
             return None
-        classes = self._contiguous(classes_shape(mask), torch.uint8)
+        layout = layout_of_plan(mask.shape, inputs.q.shape[2], inputs.k.shape[2])
+        plan = self._contiguous((layout.bytes,), torch.uint8)
+        start = plan.data_ptr()
         by_vectors = _is_aligned(mask, *mask.shape[2:]) and mask.shape[3] % 16 == 0
-        args = MaskArgs(_broadcast(mask, by_vectors), classes.data_ptr(), *mask.shape)
-        self._launch(AttentionMaskProblem(by_vectors), args)
-        return classes
+        self._launch(
+            AttentionMaskProblem(by_vectors),
+            MaskArgs(_broadcast(mask, by_vectors), start + layout.classes, *mask.shape),
+        )
+        if not options.has_band:
+            args = OrderArgs(
+                Strided(start + layout.classes, *layout.of_classes), start, start + layout.of_keys, *mask.shape[:2],
+                inputs.q.shape[2], inputs.k.shape[2],
+            )  # fmt: skip
+            self._launch(AttentionOrderProblem(), args)
+        return plan
 
-    def forward(self, inputs: Inputs, options: Options, classes: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: Inputs, options: Options, plan: Tensor | None) -> tuple[Tensor, Tensor]:
         inputs = _readable(inputs)
         q = inputs.q
         out, lse = self._like(q), self._contiguous(q.shape[:3], torch.float32)
         problem = AttentionForwardProblem(**_problem(inputs, options))
-        scores = _scores(inputs, classes, options, problem, self.device.gpu.sm_count)
+        scores = _scores(inputs, plan, options, problem, self.device.gpu.sm_count)
         self._launch(problem, ForwardArgs(scores, _strided(out), lse.data_ptr()))
         return out, lse
 
     def backward(
         self, do: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, inputs: Inputs, options: Options,
-        need_dbias: bool, classes: Tensor | None,
+        need_dbias: bool, plan: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
         q, k, v, bias, _ = inputs = _readable(inputs)
         do, out, lse = _aligned(do), _aligned(out), lse.contiguous()
@@ -126,9 +145,10 @@ class AttentionSteps:
         self._launch(AttentionRowsProblem(fields["dtype"], dlse is not None), rows)
 
         problem = AttentionKeysProblem(**fields, dbias=in_place)
-        scores = _scores(inputs, classes, options, problem, self.device.gpu.sm_count)
+        scores = _scores(inputs, plan, options, problem, self.device.gpu.sm_count)
         ds = None if dbias is None else _strided(dbias)
-        self._launch(problem, KeysArgs(scores, grad, **of_stats, dk=_strided(dk), dv=_strided(dv), dbias=ds))
+        of_keys = scores._replace(order=_order(inputs, plan, problem, of_keys=True))
+        self._launch(problem, KeysArgs(of_keys, grad, **of_stats, dk=_strided(dk), dv=_strided(dv), dbias=ds))
         if problem.ds_is_dbias:
             of_product = fields | dict(bias_dtype=None, bias_aligned=True, mask_aligned=False)
             product = AttentionProductProblem(**of_product)
@@ -156,7 +176,7 @@ class AttentionSteps:
         parts = bias_parts(scores.batch // batch * (scores.heads // heads), batch * heads, *shape[2:], gpu.sm_count)
         sums = self._rows_of_16_bytes((parts, *shape), torch.float32 if parts > 1 else bias.dtype)
         part, *strides = sums.stride()[:-1]
-        args = BiasArgs(scores, grad, **of_stats, dbias=Strided(sums.data_ptr(), *strides), part=part, parts=parts,
+        args = BiasArgs(scores._replace(order=None), grad, **of_stats, dbias=Strided(sums.data_ptr(), *strides), part=part, parts=parts,
                         batches=batch, bias_heads=heads)  # fmt: skip
         in_parts = parts > 1 and bias.dtype != torch.float32  # in fp32 both are one kernel
         self._launch(AttentionBiasProblem(**fields, in_parts=in_parts), args)
@@ -196,14 +216,67 @@ def steps_of(device: Device) -> AttentionSteps:
     return steps
 
 
-def classes_shape(mask: Tensor) -> tuple[int, ...]:
-    batches, heads, rows, columns = mask.shape
-    return batches, heads, (rows + BLOCK - 1) // BLOCK, (columns + BLOCK - 1) // BLOCK
+# The plan of a mask ----------------------------------------------------------------------------------------------------
 
 
-def unknown_classes(mask: Tensor | None) -> Tensor | None:
-    """What the portable path keeps, which does not need classes: MIXED is right for every block."""
-    return None if mask is None else mask.new_full(classes_shape(mask), MIXED, dtype=torch.uint8)
+class PlanLayout(NamedTuple):
+    """Where the parts of a plan are, in bytes: the order of queries' tiles, that of keys' tiles, and classes.
+
+    Orders are int32 (batches, heads, tiles), with the batches and heads of the mask. Classes are uint8 (batches, heads,
+    blocks of queries, blocks of keys), where 1 block is that of all queries or keys.
+    """
+
+    bytes: int
+    of_keys: int
+    classes: int
+    tiles: tuple[int, int]  # of queries and of keys
+    of_classes: tuple[int, ...]  # strides
+
+
+@functools.lru_cache(maxsize=4096)
+def layout_of_plan(mask: tuple[int, ...], num_q: int, num_k: int) -> PlanLayout:
+    """mask: its shape."""
+    batches, heads, rows, columns = mask
+    tiles_q, tiles_k = (_ceil_div(n, ORDERED) for n in (num_q, num_k))
+    of_keys = 4 * batches * heads * tiles_q
+    classes = of_keys + 4 * batches * heads * tiles_k
+    strides = _contiguous_strides((batches, heads, _ceil_div(rows, BLOCK), _ceil_div(columns, BLOCK)))
+    strides = tuple(0 if size == 1 else stride for size, stride in zip(mask, strides, strict=True))
+    return PlanLayout(plan_bytes(mask, num_q, num_k), of_keys, classes, (tiles_q, tiles_k), strides)
+
+
+def plan_bytes(mask: Sequence[int], num_q: int, num_k: int) -> int:
+    """mask: its shape. Sizes may be symbolic."""
+    batches, heads, rows, columns = mask
+    tiles = _ceil_div(num_q, ORDERED) + _ceil_div(num_k, ORDERED)
+    return batches * heads * (4 * tiles + _ceil_div(rows, BLOCK) * _ceil_div(columns, BLOCK))
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return (a + b - 1) // b
+
+
+def unknown_plan(inputs: Inputs) -> Tensor | None:
+    """What the portable path keeps, which reads no plan: MIXED is right for every block, and any order of all tiles."""
+    mask = inputs.mask
+    if mask is None:
+        return None
+    layout = layout_of_plan(mask.shape, inputs.q.shape[2], inputs.k.shape[2])
+    plan = mask.new_full((layout.bytes,), MIXED, dtype=torch.uint8)
+    for start, end, tiles in zip((0, layout.of_keys), (layout.of_keys, layout.classes), layout.tiles, strict=True):
+        orders = plan[start:end].view(torch.int32).view(-1, max(1, tiles))
+        orders.copy_(torch.arange(orders.shape[1], dtype=torch.int32, device=mask.device))
+    return plan
+
+
+def _order(inputs: Inputs, plan: Tensor | None, problem: AttentionProblem, of_keys: bool) -> Strided | None:
+    if not problem.ordered:
+        return None
+    batches, heads = inputs.mask.shape[:2]
+    layout = layout_of_plan(inputs.mask.shape, inputs.q.shape[2], inputs.k.shape[2])
+    tiles = layout.tiles[of_keys]
+    start = plan.data_ptr() + of_keys * layout.of_keys
+    return Strided(start, 0 if batches == 1 else heads * tiles, 0 if heads == 1 else tiles, 1)
 
 
 # Operands -------------------------------------------------------------------------------------------------------------
@@ -276,13 +349,14 @@ def _problem(inputs: Inputs, options: Options) -> dict[str, Any]:
         dtype=name_of(q.dtype), d=(q.shape[3] + 31) // 32 * 32, bias_dtype=dtype_name(bias),
         bias_aligned=_is_aligned(bias, num_q, num_k), mask=mask is not None,
         mask_aligned=_is_aligned(mask, num_q, num_k), softcap=options.softcap is not None,
-        band=options.left is not None or options.right is not None,
+        band=options.has_band,
     )  # fmt: skip
 
 
 def _scores(
-    inputs: Inputs, classes: Tensor | None, options: Options, problem: AttentionProblem, max_ctas: int
+    inputs: Inputs, plan: Tensor | None, options: Options, problem: AttentionProblem, max_ctas: int
 ) -> ScoreArgs:  # fmt: skip
+    """With the order of tiles of queries."""
     q, k, v, bias, mask = inputs
     bounds: dict[str, int] = {}
     if problem.band:
@@ -291,9 +365,13 @@ def _scores(
             right=_UNBOUNDED if options.right is None else min(options.right, _UNBOUNDED),
         )
     batch, heads, num_q, d = q.shape
+    classes = None
+    if mask is not None:
+        layout = layout_of_plan(mask.shape, num_q, k.shape[2])
+        classes = Strided(plan.data_ptr() + layout.classes, *layout.of_classes)
     return ScoreArgs(
         q=_strided(q), k=_strided(k), v=_strided(v), bias=_broadcast(bias, problem.bias_aligned),
-        mask=_broadcast(mask, problem.mask_aligned), classes=_broadcast(classes, False), scale=options.scale,
-        softcap=options.softcap, **bounds, batch=batch, heads=heads, group=heads // k.shape[1], num_q=num_q,
+        mask=_broadcast(mask, problem.mask_aligned), classes=classes, scale=options.scale,
+        softcap=options.softcap, order=_order(inputs, plan, problem, of_keys=False), **bounds, batch=batch, heads=heads, group=heads // k.shape[1], num_q=num_q,
         num_k=k.shape[2], d=d, max_ctas=max_ctas,
     )  # fmt: skip
