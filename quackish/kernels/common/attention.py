@@ -67,6 +67,19 @@ def pair_rows(thread: Int32) -> Int32:
     return thread // 32 * 16 + thread % 32 // 4
 
 
+@cute.jit
+def transpose(words: cute.Tensor, lane: Int32):
+    """Word i of lane j becomes word j of lane i, for four lanes."""
+    for bit in cutlass.range_constexpr(1, 3):
+        is_upper = (lane & bit) != 0
+        for a in cutlass.range_constexpr(4):
+            if const_expr(a & bit == 0):
+                lower, upper = words[a], words[a + bit]
+                received = cute.arch.shuffle_sync_bfly(lower if is_upper else upper, offset=bit)
+                words[a] = received if is_upper else lower
+                words[a + bit] = upper if is_upper else received
+
+
 class AttentionSm90(MaskWalk):
     rows_are_queries: bool
 
@@ -550,23 +563,19 @@ class AttentionSm90(MaskWalk):
     def write_rows(self, acc: cute.Tensor, to: cute.Pointer, stride: Int64, num_rows: Int32, d: Int32, thread: Int32):
         """Rounds an accumulator of d columns and stores its first num_rows rows, from registers: row 0 at `to`.
 
-        Lanes exchange values in pairs, so that four store whole sectors, of 32 bytes.
+        Four lanes have two columns of each 8 columns of a row. They exchange them, so that each stores 16 bytes.
         """
-        is_odd = thread % 2
-        column = thread % 4 // 2 * 4 + is_odd * 8
+        lane = thread % 4
         for r in cutlass.range_constexpr(2):
             row = pair_rows(thread) + 8 * r
-            for j in cutlass.range_constexpr(0, self.d // 8, 2):
-                values = cute.make_rmem_tensor((4,), self.dtype)
-                for i in cutlass.range_constexpr(4):
+            for j in cutlass.range_constexpr(0, self.d // 8, 4):
+                values = cute.make_rmem_tensor((8,), self.dtype)
+                for i in cutlass.range_constexpr(8):
                     values[i] = acc[4 * (j + i // 2) + 2 * r + i % 2].to(self.dtype)
                 words = cute.recast_tensor(values, Int32)
-                left, right = words[0], words[1]
-                received = cute.arch.shuffle_sync_bfly(left if is_odd == 1 else right, offset=1)
-                words[0] = received if is_odd == 1 else left
-                words[1] = right if is_odd == 1 else received
-                if (row < num_rows) & (8 * j + column < d):
-                    vector_at(to, row * stride + (8 * j + column), 4).store(values.load())
+                transpose(words, lane)
+                if (row < num_rows) & (8 * (j + lane) < d):
+                    vector_at(to, row * stride + 8 * (j + lane), 8).store(values.load())
 
     @cute.jit
     def write_queries(self, acc: cute.Tensor, to: Strided, args: ScoreArgs, block: Block):

@@ -176,8 +176,8 @@ class AttentionSteps:
         parts = bias_parts(scores.batch // batch * (scores.heads // heads), batch * heads, *shape[2:], gpu.sm_count)
         sums = self._rows_of_16_bytes((parts, *shape), torch.float32 if parts > 1 else bias.dtype)
         part, *strides = sums.stride()[:-1]
-        args = BiasArgs(scores._replace(order=None), grad, **of_stats, dbias=Strided(sums.data_ptr(), *strides), part=part, parts=parts,
-                        batches=batch, bias_heads=heads)  # fmt: skip
+        args = BiasArgs(scores._replace(order=None), grad, **of_stats, dbias=Strided(sums.data_ptr(), *strides),
+                        part=part, parts=parts, batches=batch, bias_heads=heads)  # fmt: skip
         in_parts = parts > 1 and bias.dtype != torch.float32  # in fp32 both are one kernel
         self._launch(AttentionBiasProblem(**fields, in_parts=in_parts), args)
         total = sums.sum(0) if parts > 1 else sums[0]
@@ -216,7 +216,7 @@ def steps_of(device: Device) -> AttentionSteps:
     return steps
 
 
-# The plan of a mask ----------------------------------------------------------------------------------------------------
+# The plan of a mask ---------------------------------------------------------------------------------------------------
 
 
 class PlanLayout(NamedTuple):
@@ -371,7 +371,7 @@ def _scores(
         classes = Strided(plan.data_ptr() + layout.classes, *layout.of_classes)
     return ScoreArgs(
         q=_strided(q), k=_strided(k), v=_strided(v), bias=_broadcast(bias, problem.bias_aligned),
-        mask=_broadcast(mask, problem.mask_aligned), classes=classes, scale=options.scale,
-        softcap=options.softcap, order=_order(inputs, plan, problem, of_keys=False), **bounds, batch=batch, heads=heads, group=heads // k.shape[1], num_q=num_q,
-        num_k=k.shape[2], d=d, max_ctas=max_ctas,
+        mask=_broadcast(mask, problem.mask_aligned), classes=classes,
+        order=_order(inputs, plan, problem, of_keys=False), scale=options.scale, softcap=options.softcap, **bounds,
+        batch=batch, heads=heads, group=heads // k.shape[1], num_q=num_q, num_k=k.shape[2], d=d, max_ctas=max_ctas,
     )  # fmt: skip
