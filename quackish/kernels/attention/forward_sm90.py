@@ -109,6 +109,7 @@ class AttentionForwardSm90(AttentionSm90):
         own = self.own_state(wg)
         read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
         previous = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
+        self.start_order(wg)
         for turn in cutlass.range(self.turns(args), unroll=1):
             item = self.own_item(turn, args, sItems, queries, own)
             block = Block(
@@ -131,9 +132,11 @@ class AttentionForwardSm90(AttentionSm90):
             read.advance()
             for n in cutlass.range(item.first + 1, item.last, unroll=1):
                 keys.consumer_wait(read)
-                self.multiply(x, qk_mmas, rQ, rK[None, None, None, read.index])
                 values.consumer_wait(previous)
+                self.take_order(wg)
+                self.multiply(x, qk_mmas, rQ, rK[None, None, None, read.index])
                 self.multiply(o, [pv_mma], p, rV[None, None, None, previous.index])
+                self.pass_order(wg)
                 cute.nvgpu.warpgroup.wait_group(1)
                 at, is_full = self.loaded_block(block, sWalk, read.index, n)
                 self.scores(x, s, tiles, read.index, at, None, None, is_full)
@@ -153,6 +156,7 @@ class AttentionForwardSm90(AttentionSm90):
             values.consumer_release(previous)
             previous.advance()
             self.finish(o, top, total, args, block)
+        self.end_order(wg)
 
     @cute.jit
     def loaded_block(self, block: Block, sWalk, stage: Int32, n: Int32):

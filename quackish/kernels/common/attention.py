@@ -23,6 +23,7 @@ from quackish.kernels.common.swizzled_tile import SwizzledTile
 
 # L2 cache policies as encoded by PTX's `createpolicy`
 EVICT_NORMAL, EVICT_FIRST = 0x10F0_0000_0000_0000, 0x12F0_0000_0000_0000
+FIRST_ORDER = 4
 
 
 class Head(NamedTuple):
@@ -186,6 +187,27 @@ class AttentionSm90(MaskWalk):
         for kb in range(cute.size(rA, mode=[2])):
             cute.gemm(mmas[0] if kb == 0 else mmas[-1], acc, rA[None, None, kb], rB[None, None, kb], acc)
         warpgroup.commit_group()
+
+    # The warp groups issue WGMMAs in turns, so that one has the tensor cores while another has its exponentials. All
+    # do so equally often. Barriers from FIRST_ORDER on are for that.
+
+    @cute.jit
+    def start_order(self, wg: Int32):
+        if wg == self.config.num_wgs - 1:
+            self.pass_order(wg)
+
+    @cute.jit
+    def take_order(self, wg: Int32):
+        cute.arch.barrier(barrier_id=FIRST_ORDER + wg, number_of_threads=256)
+
+    @cute.jit
+    def pass_order(self, wg: Int32):
+        cute.arch.barrier_arrive(barrier_id=FIRST_ORDER + (wg + 1) % self.config.num_wgs, number_of_threads=256)
+
+    @cute.jit
+    def end_order(self, wg: Int32):
+        if wg == 0:
+            self.take_order(wg)
 
     # Device: items. Here, and unless a kernel has others, they are tiles of queries. `args` are the kernel's.
 
