@@ -109,6 +109,7 @@ class AttentionForwardSm90(AttentionSm90):
         own = self.own_state(wg)
         read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
         previous = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
+        unit = self.unit_of_scores(s)
         self.start_order(wg)
         for turn in cutlass.range(self.turns(args), unroll=1):
             item = self.own_item(turn, args, sItems, queries, own)
@@ -127,7 +128,7 @@ class AttentionForwardSm90(AttentionSm90):
             at, is_full = self.loaded_block(block, sWalk, read.index, item.first)
             self.scores(x, s, tiles, read.index, at, None, None, is_full)
             self.release(keys, read)
-            self.exponentials(x, top, total)
+            self.exponentials(x, top, total, unit)
             self.round_to_operand(p, x)
             read.advance()
             for n in cutlass.range(item.first + 1, item.last, unroll=1):
@@ -141,7 +142,7 @@ class AttentionForwardSm90(AttentionSm90):
                 at, is_full = self.loaded_block(block, sWalk, read.index, n)
                 self.scores(x, s, tiles, read.index, at, None, None, is_full)
                 self.release(keys, read)
-                rescale = self.exponentials(x, top, total)
+                rescale = self.exponentials(x, top, total, unit)
                 cute.nvgpu.warpgroup.wait_group(0)
                 values.consumer_release(previous)
                 previous.advance()
@@ -155,7 +156,7 @@ class AttentionForwardSm90(AttentionSm90):
             cute.nvgpu.warpgroup.wait_group(0)
             values.consumer_release(previous)
             previous.advance()
-            self.finish(o, top, total, args, block)
+            self.finish(o, top, total, unit, args, block)
         self.end_order(wg)
 
     @cute.jit
@@ -166,8 +167,9 @@ class AttentionForwardSm90(AttentionSm90):
         return block._replace(k0=n * self.tile_k), is_full
 
     @cute.jit
-    def exponentials(self, x: cute.Tensor, top: cute.Tensor, total: cute.Tensor):
-        """x = exp(x - top) with the rows' new maxima; returns the factors for what was summed before."""
+    def exponentials(self, x: cute.Tensor, top: cute.Tensor, total: cute.Tensor, unit: Float32):
+        """x = exp(unit (x - top)) with the rows' new maxima; returns the factors for what was summed before."""
+        factor = unit * LOG2_E
         rescale = cute.make_rmem_tensor((2,), Float32)
         for r in cutlass.range_constexpr(2):
             new = top[r]
@@ -176,30 +178,30 @@ class AttentionForwardSm90(AttentionSm90):
                     new = cute.arch.fmax(new, x[i])
             for offset in (1, 2):
                 new = cute.arch.fmax(new, cute.arch.shuffle_sync_bfly(new, offset=offset))
-            base = Float32(0.0) if new * LOG2_E == -Float32.inf else new
-            shift = base * LOG2_E
-            rescale[r] = cute.math.exp2(top[r] * LOG2_E - shift, fastmath=True)
-            # x * LOG2_E - shift is one multiply-add. It is not 0 where x is the maximum, because only shift is rounded:
+            base = Float32(0.0) if new * factor == -Float32.inf else new
+            shift = base * factor
+            rescale[r] = cute.math.exp2(top[r] * factor - shift, fastmath=True)
+            # x * factor - shift is one multiply-add. It is not 0 where x is the maximum, because only shift is rounded:
             # too far from 0 if x is large.
-            is_large = (base > LARGE) | (base < -LARGE)
+            is_large = (shift > LARGE) | (shift < -LARGE)
             if cute.arch.vote_any_sync(is_large):
                 subtracted = base if is_large else Float32(0.0)
                 for i in cutlass.range_constexpr(cute.size(x)):
                     if const_expr(i // 2 % 2 == r):
                         x[i] = x[i] - subtracted
                 if is_large:
-                    rescale[r], shift = cute.math.exp2((top[r] - base) * LOG2_E, fastmath=True), Float32(0.0)
+                    rescale[r], shift = cute.math.exp2((top[r] - base) * factor, fastmath=True), Float32(0.0)
             top[r] = new
             added = Float32(0.0)
             for i in cutlass.range_constexpr(cute.size(x)):
                 if const_expr(i // 2 % 2 == r):
-                    x[i] = cute.math.exp2(x[i] * LOG2_E - shift, fastmath=True)
+                    x[i] = cute.math.exp2(x[i] * factor - shift, fastmath=True)
                     added = added + x[i]
             total[r] = total[r] * rescale[r] + added
         return rescale
 
     @cute.jit
-    def finish(self, o: cute.Tensor, top, total, args: ForwardArgs, block: Block):
+    def finish(self, o: cute.Tensor, top, total, unit: Float32, args: ForwardArgs, block: Block):
         """Divides by the sums, and stores o and lse."""
         s, head = args.scores, block.head
         for r in cutlass.range_constexpr(2):
@@ -211,7 +213,7 @@ class AttentionForwardSm90(AttentionSm90):
                     o[i] = Float32(0.0) if total[r] == 0.0 else o[i] * divided
             row = block.q0 + pair_rows(block.thread) + 8 * r
             if block.thread % 4 == 0 and row < s.num_q:
-                lse = top[r] + cute.math.log2(total[r]) * LN_2
+                lse = top[r] * unit + cute.math.log2(total[r]) * LN_2
                 at = (Int64(head.batch) * s.heads + head.query_head) * s.num_q + row
                 (args.lse + at).store(-Float32.inf if total[r] == 0.0 else lse)
         self.write_queries(o, args.o, s, block)

@@ -446,7 +446,7 @@ class AttentionSm90(MaskWalk):
         self, acc: cute.Tensor, args: ScoreArgs, tiles: ScoreTiles, stage: Int32, block: Block, shift, tanhs,
         is_full=None,
     ):  # fmt: skip
-        """acc = log2(e) * x - shift for acc = q k^T, or x without a shift.
+        """acc = log2(e) * x - shift for acc = q k^T; or x / `unit_of_scores` without a shift.
 
         shift, and tanhs for the softcap's tanh, are tensors like acc, or None. is_full: 1 if the mask leaves all keys,
         else 0; None if unknown.
@@ -459,7 +459,11 @@ class AttentionSm90(MaskWalk):
                 acc[i] = tanh(acc[i] * inner)
                 if const_expr(tanhs is not None):
                     tanhs[i] = acc[i]
-        if const_expr(self.problem.bias_dtype is None):
+        if const_expr(self.are_scaled_later and shift is None):
+            if args.scale <= 0.0:
+                for i in cutlass.range_constexpr(cute.size(acc)):
+                    acc[i] = acc[i] * factor
+        elif const_expr(self.problem.bias_dtype is None):
             for i in cutlass.range_constexpr(cute.size(acc)):
                 acc[i] = acc[i] * factor - (0.0 if const_expr(shift is None) else shift[i])
         elif const_expr(self.bias is None):
@@ -477,6 +481,18 @@ class AttentionSm90(MaskWalk):
             for i in cutlass.range_constexpr(cute.size(acc)):
                 if not self.takes_part(args, *self.position(block, i)):
                     acc[i] = -Float32.inf
+
+    @property
+    def are_scaled_later(self) -> bool:
+        """True if forward multiplies by the scale where it multiplies by log2(e), which takes no instructions."""
+        return self.problem.bias_dtype is None and not self.problem.softcap
+
+    @cute.jit
+    def unit_of_scores(self, args: ScoreArgs) -> Float32:
+        """Positive, so that a row's largest value is that of its largest score."""
+        if const_expr(not self.are_scaled_later):
+            return Float32(1.0)
+        return Float32(1.0) if args.scale <= 0.0 else args.scale
 
     @cute.jit
     def cuts(self, args: ScoreArgs, block: Block) -> Boolean:
