@@ -110,7 +110,7 @@ class AttentionForwardSm90(AttentionSm90):
         read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
         previous = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
         unit = self.unit_of_scores(s)
-        self.start_order(wg)
+        self.start_pingpong(wg)
         for turn in cutlass.range(self.turns(args), unroll=1):
             item = self.own_item(turn, args, sItems, queries, own)
             block = Block(
@@ -134,10 +134,10 @@ class AttentionForwardSm90(AttentionSm90):
             for n in cutlass.range(item.first + 1, item.last, unroll=1):
                 keys.consumer_wait(read)
                 values.consumer_wait(previous)
-                self.take_order(wg)
+                self.wait_to_issue(wg)
                 self.multiply(x, qk_mmas, rQ, rK[None, None, None, read.index])
                 self.multiply(o, [pv_mma], p, rV[None, None, None, previous.index])
-                self.pass_order(wg)
+                self.let_next_issue(wg)
                 cute.nvgpu.warpgroup.wait_group(1)
                 at, is_full = self.loaded_block(block, sWalk, read.index, n)
                 self.scores(x, s, tiles, read.index, at, None, None, is_full)
@@ -157,7 +157,7 @@ class AttentionForwardSm90(AttentionSm90):
             values.consumer_release(previous)
             previous.advance()
             self.finish(o, top, total, unit, args, block)
-        self.end_order(wg)
+        self.end_pingpong(wg)
 
     @cute.jit
     def loaded_block(self, block: Block, sWalk, stage: Int32, n: Int32):

@@ -39,6 +39,7 @@ class AttentionKeysSm90(AttentionSm90):
     def __init__(self, problem, config):
         super().__init__(problem, config)
         self.ahead = keys_ahead(problem, config)
+        self.pingpong = self.d > 64 and not self.ahead  # faster with a mask at d 128, slower at d 64
         self.staged = None  # dbias of a warp group before it is stored by TMA
         if problem.dbias and problem.bias_dtype != "float32":
             self.staged = SwizzledTile(DTYPES[problem.bias_dtype], self.tile_q, BLOCK)
@@ -169,6 +170,7 @@ class AttentionKeysSm90(AttentionSm90):
         tanhs = cute.make_rmem_tensor(x.layout, Float32) if const_expr(self.problem.softcap) else None
         own = self.own_state(wg)
         read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
+        self.start_pingpong(wg)
         for turn in cutlass.range(self.turns(args), unroll=1):
             item = self.own_item(turn, args, sItems, keys, own)
             dk.fill(0.0)
@@ -181,8 +183,10 @@ class AttentionKeysSm90(AttentionSm90):
             for j in cutlass.range(item.first, item.last, unroll=1):
                 if const_expr(not self.ahead):
                     loaded.consumer_wait(read)
+                    self.wait_to_issue(wg)
                     self.multiply(x, mmas, rK, rQ[None, None, None, read.index])
                 self.multiply(dp, mmas, rV, rDO[None, None, None, read.index])
+                self.let_next_issue(wg)
                 n, is_full = self.loaded_tile(sWalk, read.index, j, self.problem.mask_aligned)
                 of_query, q0, k0 = self.place(n, item, args)
                 block = Block(of_query, q0, k0 + wg * BLOCK, self.tile_q, BLOCK, wg, thread)
@@ -227,6 +231,7 @@ class AttentionKeysSm90(AttentionSm90):
             for result, to in ((dk, args.dk), (dv, args.dv)):
                 base = to.base + (Int64(item.head.batch) * to.batch + Int64(item.head.key_head) * to.head)
                 self.write_rows(result, base + Int64(k0) * to.row, to.row, s.num_k - k0, s.d, thread)
+        self.end_pingpong(wg)
         if const_expr(self.staged is not None):  # shared memory is read until then
             if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)

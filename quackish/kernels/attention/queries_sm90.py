@@ -125,6 +125,7 @@ class AttentionQueriesSm90(AttentionSm90):
         own = self.own_state(wg)
         read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
         previous = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
+        self.start_pingpong(wg)
         for turn in cutlass.range(self.turns(args), unroll=1):
             item = self.own_item(turn, args, sItems, queries, own)
             head, q0 = item.head, item.tile * self.tile_q + wg * BLOCK
@@ -133,8 +134,10 @@ class AttentionQueriesSm90(AttentionSm90):
             dq.fill(0.0)
             for j in cutlass.range(item.first, item.last, unroll=1):
                 loaded.consumer_wait(read)
+                self.wait_to_issue(wg)
                 self.multiply(x, mmas, rQ, rK[None, None, None, read.index])
                 self.multiply(dp, mmas, rDO, rV[None, None, None, read.index])
+                self.let_next_issue(wg)
                 cute.nvgpu.warpgroup.wait_group(1)  # x, and dq of the tile before
                 if j > item.first:
                     self.release(loaded, previous)
@@ -161,3 +164,4 @@ class AttentionQueriesSm90(AttentionSm90):
             for v in cutlass.range_constexpr(cute.size(dq)):
                 dq[v] = dq[v] * s.scale
             self.write_queries(dq, args.dq, s, block)
+        self.end_pingpong(wg)

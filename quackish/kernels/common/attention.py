@@ -23,7 +23,7 @@ from quackish.kernels.common.swizzled_tile import SwizzledTile
 
 # L2 cache policies as encoded by PTX's `createpolicy`
 EVICT_NORMAL, EVICT_FIRST = 0x10F0_0000_0000_0000, 0x12F0_0000_0000_0000
-FIRST_ORDER = 4
+PINGPONG = 4  # the first of the barriers for it
 
 
 class Head(NamedTuple):
@@ -83,6 +83,7 @@ def transpose(words: cute.Tensor, lane: Int32):
 
 class AttentionSm90(MaskWalk):
     rows_are_queries: bool
+    pingpong = True
 
     def __init__(self, problem, config: AttentionConfig):
         self.problem, self.config = problem, config
@@ -188,26 +189,28 @@ class AttentionSm90(MaskWalk):
             cute.gemm(mmas[0] if kb == 0 else mmas[-1], acc, rA[None, None, kb], rB[None, None, kb], acc)
         warpgroup.commit_group()
 
-    # The warp groups issue WGMMAs in turns, so that one has the tensor cores while another has its exponentials. All
-    # do so equally often. Barriers from FIRST_ORDER on are for that.
+    # Ping-pong: warp groups issue the WGMMAs of scores one after another, so that one has the tensor cores while another
+    # has its exponentials. All have equally many tiles.
 
     @cute.jit
-    def start_order(self, wg: Int32):
+    def start_pingpong(self, wg: Int32):
         if wg == self.config.num_wgs - 1:
-            self.pass_order(wg)
+            self.let_next_issue(wg)
 
     @cute.jit
-    def take_order(self, wg: Int32):
-        cute.arch.barrier(barrier_id=FIRST_ORDER + wg, number_of_threads=256)
+    def wait_to_issue(self, wg: Int32):
+        if const_expr(self.pingpong):
+            cute.arch.barrier(barrier_id=PINGPONG + wg, number_of_threads=256)
 
     @cute.jit
-    def pass_order(self, wg: Int32):
-        cute.arch.barrier_arrive(barrier_id=FIRST_ORDER + (wg + 1) % self.config.num_wgs, number_of_threads=256)
+    def let_next_issue(self, wg: Int32):
+        if const_expr(self.pingpong):
+            cute.arch.barrier_arrive(barrier_id=PINGPONG + (wg + 1) % self.config.num_wgs, number_of_threads=256)
 
     @cute.jit
-    def end_order(self, wg: Int32):
+    def end_pingpong(self, wg: Int32):
         if wg == 0:
-            self.take_order(wg)
+            self.wait_to_issue(wg)
 
     # Device: items. Here, and unless a kernel has others, they are tiles of queries. `args` are the kernel's.
 
