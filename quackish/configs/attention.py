@@ -357,6 +357,14 @@ def _registers(problem: AttentionProblem, config: AttentionConfig) -> int:
     return live + (tile // 2 if problem.softcap and kind in ("queries", "keys") else 0)
 
 
+def own_in_registers(problem: AttentionProblem, config: AttentionConfig) -> bool:
+    """True if own tiles are in registers during an item: then the next item's are loaded, and WGMMAs read half as much
+    shared memory."""
+    tiles = _OWN[_KIND[type(problem)]]
+    needed = _registers(problem, config) + tiles * problem.d // 4
+    return tiles > 0 and needed <= REGISTERS[config.num_wgs][1]
+
+
 def keys_ahead(problem: AttentionProblem, config: AttentionConfig) -> bool:
     """True if the kernel for dk and dv starts the next tile's scores before it ends this tile.
 

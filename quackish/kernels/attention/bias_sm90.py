@@ -147,7 +147,7 @@ class AttentionBiasSm90(AttentionSm90):
         self, sQ, sDO, sK, sV, tiles: ScoreTiles, sStats, sWalk, loaded, args: BiasArgs, wg: Int32, thread: Int32
     ):  # fmt: skip
         c, s = self.config, args.scores
-        mmas = [self.mma_from_shared(self.tile_k, add) for add in (False, True)]
+        mmas = [self.mma_of_scores(self.tile_k, add) for add in (False, True)]
         part = mmas[0].get_slice(0)
         rQ, rDO = (mmas[0].make_fragment_A(part.partition_A(t)) for t in (sQ, sDO))
         rK, rV = (mmas[0].make_fragment_B(part.partition_B(t)) for t in (sK, sV))

@@ -99,9 +99,9 @@ class AttentionForwardSm90(AttentionSm90):
     def consume(self, shared, queries, keys, values, args: ForwardArgs, wg: Int32, thread: Int32):
         c, s = self.config, args.scores
         sQ, sK, sV, tiles, sWalk, sItems = shared
-        qk_mmas = [self.mma_from_shared(self.tile_k, add) for add in (False, True)]
+        qk_mmas = [self.mma_of_scores(self.tile_k, add) for add in (False, True)]
         pv_mma = self.mma_from_registers()
-        rQ = qk_mmas[0].make_fragment_A(qk_mmas[0].get_slice(0).partition_A(sQ))[None, None, None, wg]
+        (rQ,) = self.own_operands(qk_mmas[0], [sQ], wg)
         rK = qk_mmas[0].make_fragment_B(qk_mmas[0].get_slice(0).partition_B(sK))
         rV = pv_mma.make_fragment_B(pv_mma.get_slice(0).partition_B(self.transposed(sV, c.num_stages)))
         x, o, p = self.accumulator(self.tile_k), self.accumulator(self.d), self.operand(self.tile_k)
@@ -113,6 +113,7 @@ class AttentionForwardSm90(AttentionSm90):
         self.start_pingpong(wg)
         for turn in cutlass.range(self.turns(args), unroll=1):
             item = self.own_item(turn, args, sItems, queries, own)
+            own = self.load_own([rQ], [sQ], wg, thread, queries, own)
             block = Block(
                 item.head, item.tile * self.tile_q + wg * BLOCK, item.first * self.tile_k, BLOCK, self.tile_k, wg,
                 thread,
@@ -150,7 +151,7 @@ class AttentionForwardSm90(AttentionSm90):
                     o[v] = o[v] * rescale[v // 2 % 2]
                 self.round_to_operand(p, x)
                 read.advance()
-            own = self.release_own(queries, own)
+            own = self.finish_own(queries, own)
             values.consumer_wait(previous)
             self.multiply(o, [pv_mma], p, rV[None, None, None, previous.index])
             cute.nvgpu.warpgroup.wait_group(0)

@@ -155,10 +155,10 @@ class AttentionKeysSm90(AttentionSm90):
     def consume(self, dbias_atom, shared, keys, loaded, args: KeysArgs, wg: Int32, thread: Int32):
         c, s = self.config, args.scores
         sK, sV, sQ, sDO, tiles, sDbias, sStats, sWalk, sItems = shared
-        mmas = [self.mma_from_shared(self.tile_q, add) for add in (False, True)]
+        mmas = [self.mma_of_scores(self.tile_q, add) for add in (False, True)]
         rows_mma = self.mma_from_registers()
         part = mmas[0].get_slice(0)
-        rK, rV = (mmas[0].make_fragment_A(part.partition_A(t))[None, None, None, wg] for t in (sK, sV))
+        rK, rV = self.own_operands(mmas[0], [sK, sV], wg)
         rQ, rDO = (mmas[0].make_fragment_B(part.partition_B(t)) for t in (sQ, sDO))
         rQt, rDOt = (
             rows_mma.make_fragment_B(rows_mma.get_slice(0).partition_B(self.transposed(t, c.num_stages)))
@@ -173,6 +173,7 @@ class AttentionKeysSm90(AttentionSm90):
         self.start_pingpong(wg)
         for turn in cutlass.range(self.turns(args), unroll=1):
             item = self.own_item(turn, args, sItems, keys, own)
+            own = self.load_own([rK, rV], [sK, sV], wg, thread, keys, own)
             dk.fill(0.0)
             dv.fill(0.0)
             if const_expr(self.ahead):
@@ -224,7 +225,7 @@ class AttentionKeysSm90(AttentionSm90):
                 # dk: in flight at the end of the loop, ptxas waits for each WGMMA at once
                 cute.nvgpu.warpgroup.wait_group(0)
                 self.release(loaded, current)
-            own = self.release_own(keys, own)
+            own = self.finish_own(keys, own)
             for v in cutlass.range_constexpr(cute.size(dk)):
                 dk[v] = dk[v] * s.scale
             k0 = item.tile * self.tile_k + wg * BLOCK

@@ -113,10 +113,10 @@ class AttentionQueriesSm90(AttentionSm90):
     def consume(self, shared, queries, loaded, args: QueriesArgs, wg: Int32, thread: Int32):
         c, s = self.config, args.scores
         sQ, sDO, sK, sV, tiles, sWalk, sItems = shared
-        mmas = [self.mma_from_shared(self.tile_k, add) for add in (False, True)]
+        mmas = [self.mma_of_scores(self.tile_k, add) for add in (False, True)]
         dq_mma = self.mma_from_registers()
         part = mmas[0].get_slice(0)
-        rQ, rDO = (mmas[0].make_fragment_A(part.partition_A(t))[None, None, None, wg] for t in (sQ, sDO))
+        rQ, rDO = self.own_operands(mmas[0], [sQ, sDO], wg)
         rK, rV = (mmas[0].make_fragment_B(part.partition_B(t)) for t in (sK, sV))
         rKt = dq_mma.make_fragment_B(dq_mma.get_slice(0).partition_B(self.transposed(sK, c.num_stages)))
         x, dp = self.accumulator(self.tile_k), self.accumulator(self.tile_k)
@@ -128,6 +128,7 @@ class AttentionQueriesSm90(AttentionSm90):
         self.start_pingpong(wg)
         for turn in cutlass.range(self.turns(args), unroll=1):
             item = self.own_item(turn, args, sItems, queries, own)
+            own = self.load_own([rQ, rDO], [sQ, sDO], wg, thread, queries, own)
             head, q0 = item.head, item.tile * self.tile_q + wg * BLOCK
             block = Block(head, q0, Int32(0), BLOCK, self.tile_k, wg, thread)
             shift, delta = self.statistics(args, block)
@@ -160,7 +161,7 @@ class AttentionQueriesSm90(AttentionSm90):
             if item.last > item.first:
                 self.release(loaded, previous)
                 previous.advance()
-            own = self.release_own(queries, own)
+            own = self.finish_own(queries, own)
             for v in cutlass.range_constexpr(cute.size(dq)):
                 dq[v] = dq[v] * s.scale
             self.write_queries(dq, args.dq, s, block)

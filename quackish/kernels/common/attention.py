@@ -14,7 +14,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from quackish.configs.attention import BLOCK, REGISTERS, AttentionConfig, ScoreArgs, Strided
+from quackish.configs.attention import BLOCK, REGISTERS, AttentionConfig, ScoreArgs, Strided, own_in_registers
 from quackish.kernels.common.arguments import DTYPES, fake_args
 from quackish.kernels.common.mask_walk import MaskWalk
 from quackish.kernels.common.math import LOG2_E, tanh
@@ -88,6 +88,7 @@ class AttentionSm90(MaskWalk):
     def __init__(self, problem, config: AttentionConfig):
         self.problem, self.config = problem, config
         self.dtype, self.d = DTYPES[problem.dtype], problem.d
+        self.own_in_registers = own_in_registers(problem, config)
         rows, other = config.rows, config.tile
         self.tile_q, self.tile_k = (rows, other) if self.rows_are_queries else (other, rows)
         self.own = SwizzledTile(self.dtype, BLOCK, self.d)  # a warp group's rows of q, k, v, do, and of results
@@ -142,11 +143,13 @@ class AttentionSm90(MaskWalk):
 
     # MMAs of one warp group
 
-    def mma_from_shared(self, n: int, accumulate: bool):
-        """(BLOCK, k) @ (n, k)^T, both in shared memory with contiguous k."""
+    def mma_of_scores(self, n: int, accumulate: bool):
+        """(BLOCK, k) @ (n, k)^T, in shared memory with contiguous k, the first maybe in registers."""
+        source = warpgroup.OperandSource.RMEM if self.own_in_registers else warpgroup.OperandSource.SMEM
         mma = sm90.make_trivial_tiled_mma(
-            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), tiler_mn=(BLOCK, n)
-        )
+            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), tiler_mn=(BLOCK, n),
+            a_source=source,
+        )  # fmt: skip
         mma.set(warpgroup.Field.ACCUMULATE, accumulate)
         return mma
 
@@ -165,7 +168,7 @@ class AttentionSm90(MaskWalk):
         return cute.make_tensor(tiles.iterator, layout.outer)
 
     def accumulator(self, n: int):
-        return cute.make_rmem_tensor(self.mma_from_shared(n, True).get_slice(0).partition_shape_C((BLOCK, n)), Float32)
+        return cute.make_rmem_tensor(self.mma_of_scores(n, True).get_slice(0).partition_shape_C((BLOCK, n)), Float32)
 
     def operand(self, k: int):
         """Registers for a (BLOCK, k) operand. Value i is that of an accumulator of k columns."""
@@ -189,8 +192,8 @@ class AttentionSm90(MaskWalk):
             cute.gemm(mmas[0] if kb == 0 else mmas[-1], acc, rA[None, None, kb], rB[None, None, kb], acc)
         warpgroup.commit_group()
 
-    # Ping-pong: warp groups issue the WGMMAs of scores one after another, so that one has the tensor cores while another
-    # has its exponentials. All have equally many tiles.
+    # Ping-pong: warp groups issue the WGMMAs of scores one after another, so that one has the tensor cores while the
+    # other has its exponentials. All have equally many tiles.
 
     @cute.jit
     def start_pingpong(self, wg: Int32):
@@ -420,10 +423,37 @@ class AttentionSm90(MaskWalk):
         tile, last = self.words(sItems, state.index)
         return self.item_at(tile, head, s)._replace(last=last)
 
+    def own_operands(self, mma, tiles: list, wg: Int32) -> list:
+        """Operands for own tiles in shared memory, all warp groups': registers for `load_own`, or the tiles."""
+        if self.own_in_registers:
+            return [self.operand(self.d) for _ in tiles]
+        part = mma.get_slice(0)
+        return [mma.make_fragment_A(part.partition_A(t))[None, None, None, wg] for t in tiles]
+
+    @cute.jit
+    def load_own(self, operands: list, tiles: list, wg: Int32, thread: Int32, own, state):
+        """Loads own tiles into registers, and gives them back."""
+        if const_expr(self.own_in_registers):
+            for operand, shared in zip(operands, tiles, strict=True):
+                base = self.own.rows_base(shared[None, None, wg].iterator, Int32(0), thread)
+                for j in cutlass.range_constexpr(0, self.d // 8, 2):
+                    values = self.own.load(self.own.rows_at(base, j), False)
+                    for i in cutlass.range_constexpr(8):
+                        operand[4 * j + i] = values[i]
+            state = self.release_own(own, state)
+        return state
+
+    @cute.jit
+    def finish_own(self, own, state):
+        """Gives own tiles back, unless `load_own` did."""
+        if const_expr(not self.own_in_registers):
+            state = self.release_own(own, state)
+        return state
+
     @cute.jit
     def release_own(self, own, state):
         """Returns the state for the next item."""
-        own.consumer_release(state)
+        self.release(own, state)
         for _ in cutlass.range_constexpr(self.config.num_wgs):
             state.advance()
         return state
