@@ -110,7 +110,8 @@ class AttentionKeysSm90(AttentionSm90):
     @cute.jit
     def rank_and_head(self, i: Int32, s: ScoreArgs):
         heads, tiles = s.heads // s.group, cute.ceil_div(s.num_k, self.tile_k)
-        if const_expr(self.problem.band):
+        # Without dbias, which the next kernel reads from the L2
+        if const_expr(self.problem.band or (self.problem.mask and not self.problem.dbias)):
             rank, head = i // (heads * s.batch), i % (heads * s.batch)
         else:
             rank, head = i % tiles, i // tiles
