@@ -111,8 +111,8 @@ class AttentionForwardSm90(AttentionSm90):
         previous = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
         unit = self.unit_of_scores(s)
         self.start_pingpong(wg)
-        for turn in cutlass.range(self.turns(args), unroll=1):
-            item = self.own_item(turn, args, sItems, queries, own)
+        for _ in cutlass.range(self.turns(args), unroll=1):
+            item = self.own_item(args, sItems, queries, own)
             own = self.load_own([rQ], [sQ], wg, thread, queries, own)
             block = Block(
                 item.head, item.tile * self.tile_q + wg * BLOCK, item.first * self.tile_k, BLOCK, self.tile_k, wg,

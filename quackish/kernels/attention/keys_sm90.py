@@ -172,8 +172,8 @@ class AttentionKeysSm90(AttentionSm90):
         own = self.own_state(wg)
         read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
         self.start_pingpong(wg)
-        for turn in cutlass.range(self.turns(args), unroll=1):
-            item = self.own_item(turn, args, sItems, keys, own)
+        for _ in cutlass.range(self.turns(args), unroll=1):
+            item = self.own_item(args, sItems, keys, own)
             own = self.load_own([rK, rV], [sK, sV], wg, thread, keys, own)
             dk.fill(0.0)
             dv.fill(0.0)

@@ -129,8 +129,8 @@ class AttentionQueriesSm90(AttentionSm90):
         read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
         previous = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
         self.start_pingpong(wg)
-        for turn in cutlass.range(self.turns(args), unroll=1):
-            item = self.own_item(turn, args, sItems, queries, own)
+        for _ in cutlass.range(self.turns(args), unroll=1):
+            item = self.own_item(args, sItems, queries, own)
             own = self.load_own([rQ, rDO], [sQ, sDO], wg, thread, queries, own)
             head, q0 = item.head, item.tile * self.tile_q + wg * BLOCK
             block = Block(head, q0, Int32(0), BLOCK, self.tile_k, wg, thread)

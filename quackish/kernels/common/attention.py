@@ -16,7 +16,7 @@ from cutlass.utils import hopper_helpers as sm90
 
 from quackish.configs.attention import BLOCK, REGISTERS, AttentionConfig, ScoreArgs, Strided, own_in_registers
 from quackish.kernels.common.arguments import DTYPES, fake_args
-from quackish.kernels.common.mask_walk import MaskWalk
+from quackish.kernels.common.mask_walk import MaskWalk, read_word
 from quackish.kernels.common.math import LOG2_E, tanh
 from quackish.kernels.common.memory import load_at, vector_at
 from quackish.kernels.common.swizzled_tile import SwizzledTile
@@ -385,6 +385,11 @@ class AttentionSm90(MaskWalk):
             consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, warps), defer_sync=True,
         )  # fmt: skip
 
+    def allocate_items(self, smem):
+        """(words, warp groups): what `produce_own` tells a warp group of its item. In front of the first tile."""
+        words = len(Head._fields) + 2
+        return smem.allocate_tensor(Int32, cute.make_layout((words, self.config.num_wgs)), 16)
+
     def own_pipeline(self, tiles: int):
         """Each warp group has a stage, for its `tiles` own tiles of an item, and waits for no other warp group."""
         return self.pipeline(self.config.num_wgs, tiles * self.own.bytes, 1)
@@ -396,11 +401,16 @@ class AttentionSm90(MaskWalk):
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, wgs)
         for turn in cutlass.range(self.turns(args), unroll=1):
             item = self.item(turn, args)
-            last = self.last_of(item, args, at_least)
+            words = (*item.head, item.tile, self.last_of(item, args, at_least))
             head = item.head.query_head if const_expr(self.rows_are_queries) else item.head.key_head
             parts = [self.part(atom, to, self.of_head(atom[1], head, item.head.batch), self.own) for atom, to in loads]
             for w in cutlass.range_constexpr(wgs):
-                self.acquire_own(own, state, len(loads) * self.own.bytes, sItems, item.tile, last)
+                own.sync_object_empty.wait(state.index, state.phase)
+                with cute.arch.elect_one():
+                    for i in cutlass.range_constexpr(len(words)):
+                        sItems[i, w] = words[i]
+                    barrier = own.producer_get_barrier(state)
+                    cute.arch.mbarrier_arrive_and_expect_tx(barrier, len(loads) * self.own.bytes)
                 for a in cutlass.range_constexpr(len(loads)):
                     self.load(loads[a][0], parts[a], item.tile * wgs + w, 0, w, own.producer_get_barrier(state))
                 state.advance()
@@ -411,17 +421,11 @@ class AttentionSm90(MaskWalk):
         return pipeline.PipelineState(self.config.num_wgs, Int32(0), wg, Int32(0))
 
     @cute.jit
-    def own_item(self, turn: Int32, args, sItems, own, state):
-        """A consumer's item, once its own tiles are loaded. Its last tile is such that it has as many as are loaded."""
-        s = args.scores
-        if const_expr(sItems is None):
-            item = self.item(turn, args)
-            own.consumer_wait(state)
-            return item
-        _, head = self.rank_and_head(self.in_turn(turn), s)
+    def own_item(self, args, sItems: cute.Tensor, own, state):
+        """A consumer's next item, once its own tiles are loaded; its last tile is that of `last_of`."""
         own.consumer_wait(state)
-        tile, last = self.words(sItems, state.index)
-        return self.item_at(tile, head, s)._replace(last=last)
+        *head, tile, last = (read_word(sItems[i, None], state.index) for i in range(len(Head._fields) + 2))
+        return self.item_at(tile, Head(*head), args.scores)._replace(last=last)
 
     def own_operands(self, mma, tiles: list, wg: Int32) -> list:
         """Operands for own tiles in shared memory, all warp groups': registers for `load_own`, or the tiles."""

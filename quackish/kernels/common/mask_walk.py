@@ -46,6 +46,15 @@ def class_of(s: ScoreArgs, batch: Int32, head: Int32, q0: Int32, k0: Int32, shap
     return most != EMPTY, least == FULL
 
 
+@cute.jit
+def read_word(shared: cute.Tensor, stage: Int32) -> Int32:
+    """What a producer wrote, for a warp that will release the stage."""
+    word = Int32(0)
+    if cute.arch.lane_idx() == 0:  # the lane that releases the stage: racecheck ignores the warp barrier
+        word = shared[stage]
+    return cute.arch.shuffle_sync(word, 0)
+
+
 class MaskWalk:
     """For kernels with items that have tiles [first, last) of tile_q queries x tile_k keys."""
 
@@ -118,35 +127,6 @@ class MaskWalk:
             return None
         return smem.allocate_tensor(Int32, cute.make_layout((self.config.num_stages,)), 16)
 
-    def allocate_items(self, smem):
-        """(2, warp groups): tile and end of the loop of an item, or None without a mask. Allocated with the walk."""
-        if not self.problem.mask:
-            return None
-        return smem.allocate_tensor(Int32, cute.make_layout((2, self.config.num_wgs)), 16)
-
-    @cute.jit
-    def acquire_own(self, own, state, num_bytes: cutlass.Constexpr[int], sItems, tile: Int32, last: Int32):
-        """`producer_acquire` for a warp group's own tiles of an item."""
-        if const_expr(sItems is None):
-            own.producer_acquire(state)
-        else:
-            own.sync_object_empty.wait(state.index, state.phase)
-            with cute.arch.elect_one():
-                sItems[0, state.index], sItems[1, state.index] = tile, last
-                cute.arch.mbarrier_arrive_and_expect_tx(own.producer_get_barrier(state), num_bytes)
-
-    @cute.jit
-    def words(self, sItems: cute.Tensor, stage: Int32):
-        """(tile, end of the loop)"""
-        return self.read_word(sItems[0, None], stage), self.read_word(sItems[1, None], stage)
-
-    @cute.jit
-    def read_word(self, shared: cute.Tensor, stage: Int32) -> Int32:
-        word = Int32(0)
-        if cute.arch.lane_idx() == 0:  # the lane that releases the stage: racecheck ignores the warp barrier
-            word = shared[stage]
-        return cute.arch.shuffle_sync(word, 0)
-
     @cute.jit
     def acquire(self, loaded, state, num_bytes: cutlass.Constexpr[int], sWalk: cute.Tensor, n: Int32, is_full: Int32):
         """`producer_acquire` for tile n, with num_bytes bytes, among them the mask's if it is loaded."""
@@ -168,5 +148,5 @@ class MaskWalk:
         """(tile, `is_full` of `scores`, or None to always mask) of a loaded stage; without a mask it is tile n."""
         if const_expr(sWalk is None):
             return n, None
-        word = self.read_word(sWalk, stage)
+        word = read_word(sWalk, stage)
         return word // 2, word % 2 if const_expr(is_known_full) else None
