@@ -357,12 +357,14 @@ def _registers(problem: AttentionProblem, config: AttentionConfig) -> int:
     return live + (tile // 2 if problem.softcap and kind in ("queries", "keys") else 0)
 
 
-def own_in_registers(problem: AttentionProblem, config: AttentionConfig) -> bool:
-    """True if own tiles are in registers during an item: then the next item's are loaded, and WGMMAs read half as much
-    shared memory."""
+def own_in_registers(problem: AttentionProblem, config: AttentionConfig) -> int:
+    """How many of a warp group's own tiles are in registers during an item: as many as fit.
+
+    Then WGMMAs read half as much shared memory, and the next item's tiles are loaded meanwhile if these are all.
+    """
     tiles = _OWN[_KIND[type(problem)]]
-    needed = _registers(problem, config) + tiles * problem.d // 4
-    return tiles > 0 and needed <= REGISTERS[config.num_wgs][1]
+    free = REGISTERS[config.num_wgs][1] - _registers(problem, config) - 8 * tiles
+    return min(tiles, max(0, free) // (problem.d // 4))
 
 
 def keys_ahead(problem: AttentionProblem, config: AttentionConfig) -> bool:

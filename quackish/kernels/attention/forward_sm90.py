@@ -73,14 +73,14 @@ class AttentionForwardSm90(AttentionSm90):
         s = args.scores
         sK, sV, tiles, sWalk = shared
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.num_stages)
-        policies = self.score_policies(s)
+        policy = self.bias_policy(s)
         for turn in cutlass.range(self.turns(args), unroll=1):
             item = self.item(turn, args)
             head = item.head
             k_part = self.part(atoms[1], sK, self.of_head(atoms[1][1], head.key_head, head.batch), self.other)
             v_part = self.part(atoms[2], sV, self.of_head(atoms[2][1], head.key_head, head.batch), self.other)
             parts = [k_part, v_part, *self.score_parts(score_atoms, tiles, s, head)]
-            loads = [atoms, score_atoms, parts, policies, values]
+            loads = [atoms, score_atoms, parts, policy, values]
             state = self.load_item(loads, item, args, keys, state, sWalk, 1)
         keys.producer_tail(state.clone())
         values.producer_tail(state)
@@ -88,10 +88,10 @@ class AttentionForwardSm90(AttentionSm90):
     @cute.jit
     def load_tile(self, loads, item: Item, args: ForwardArgs, n: Int32, keys, state, is_full):
         """Loads tile n of k, and of bias and mask for an item's queries, and then that of v."""
-        atoms, score_atoms, parts, policies, values = loads
+        atoms, score_atoms, parts, policy, values = loads
         barrier = keys.producer_get_barrier(state)
         self.load(atoms[1], parts[0], n, 0, state.index, barrier)
-        self.load_scores(score_atoms, parts[2:], item.tile, n, state.index, barrier, policies, is_full)
+        self.load_scores(score_atoms, parts[2:], item.tile, n, state.index, barrier, policy, is_full)
         values.producer_acquire(state)
         self.load(atoms[2], parts[1], n, 0, state.index, values.producer_get_barrier(state))
 
@@ -99,9 +99,9 @@ class AttentionForwardSm90(AttentionSm90):
     def consume(self, shared, queries, keys, values, args: ForwardArgs, wg: Int32, thread: Int32):
         c, s = self.config, args.scores
         sQ, sK, sV, tiles, sWalk, sItems = shared
-        qk_mmas = [self.mma_of_scores(self.tile_k, add) for add in (False, True)]
         pv_mma = self.mma_from_registers()
-        (rQ,) = self.own_operands(qk_mmas[0], [sQ], wg)
+        operands = self.own_operands(self.tile_k, [sQ], wg)
+        ((qk_mmas, rQ),) = operands
         rK = qk_mmas[0].make_fragment_B(qk_mmas[0].get_slice(0).partition_B(sK))
         rV = pv_mma.make_fragment_B(pv_mma.get_slice(0).partition_B(self.transposed(sV, c.num_stages)))
         x, o, p = self.accumulator(self.tile_k), self.accumulator(self.d), self.operand(self.tile_k)
@@ -113,7 +113,7 @@ class AttentionForwardSm90(AttentionSm90):
         self.start_pingpong(wg)
         for _ in cutlass.range(self.turns(args), unroll=1):
             item = self.own_item(args, sItems, queries, own)
-            own = self.load_own([rQ], [sQ], wg, thread, queries, own)
+            own = self.load_own(operands, [sQ], wg, thread, queries, own)
             block = Block(
                 item.head, item.tile * self.tile_q + wg * BLOCK, item.first * self.tile_k, BLOCK, self.tile_k, wg,
                 thread,
@@ -151,7 +151,7 @@ class AttentionForwardSm90(AttentionSm90):
                     o[v] = o[v] * rescale[v // 2 % 2]
                 self.round_to_operand(p, x)
                 read.advance()
-            own = self.finish_own(queries, own)
+            own = self.finish_own([sQ], queries, own)
             values.consumer_wait(previous)
             self.multiply(o, [pv_mma], p, rV[None, None, None, previous.index])
             cute.nvgpu.warpgroup.wait_group(0)

@@ -131,7 +131,7 @@ class AttentionKeysSm90(AttentionSm90):
     @cute.jit
     def produce(self, atoms, score_atoms, shared, sWalk, loaded, args: KeysArgs):
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.num_stages)
-        loads = [atoms, score_atoms, shared, self.score_policies(args.scores)]
+        loads = [atoms, score_atoms, shared, self.bias_policy(args.scores)]
         for turn in cutlass.range(self.turns(args), unroll=1):
             item = self.item(turn, args)
             state = self.load_item(loads, item, args, loaded, state, sWalk, 0)
@@ -140,7 +140,7 @@ class AttentionKeysSm90(AttentionSm90):
     @cute.jit
     def load_tile(self, loads, item: KeyItem, args: KeysArgs, n: Int32, loaded, state, is_full):
         """Loads the n-th tile of q and do, and of bias and mask for an item's keys."""
-        atoms, score_atoms, shared, policies = loads
+        atoms, score_atoms, shared, policy = loads
         sQ, sDO, tiles, sStats = shared
         barrier = loaded.producer_get_barrier(state)
         head, q0, _ = self.place(n, item, args)
@@ -149,18 +149,20 @@ class AttentionKeysSm90(AttentionSm90):
             part = self.part(atoms[a], to, self.of_head(atoms[a][1], head.query_head, head.batch), self.other)
             self.load(atoms[a], part, tile_q, 0, state.index, barrier)
         parts = self.score_parts(score_atoms, tiles, args.scores, head)
-        self.load_scores(score_atoms, parts, tile_q, item.tile, state.index, barrier, policies, is_full)
+        self.load_scores(score_atoms, parts, tile_q, item.tile, state.index, barrier, policy, is_full)
         self.load_stats(atoms[4], sStats, args.scores, head, tile_q, state.index, barrier)
 
     @cute.jit
     def consume(self, dbias_atom, shared, keys, loaded, args: KeysArgs, wg: Int32, thread: Int32):
         c, s = self.config, args.scores
         sK, sV, sQ, sDO, tiles, sDbias, sStats, sWalk, sItems = shared
-        mmas = [self.mma_of_scores(self.tile_q, add) for add in (False, True)]
         rows_mma = self.mma_from_registers()
-        part = mmas[0].get_slice(0)
-        rK, rV = self.own_operands(mmas[0], [sK, sV], wg)
-        rQ, rDO = (mmas[0].make_fragment_B(part.partition_B(t)) for t in (sQ, sDO))
+        operands = self.own_operands(self.tile_q, [sK, sV], wg)
+        of_k, of_v = operands
+        rQ, rDO = (
+            mmas[0].make_fragment_B(mmas[0].get_slice(0).partition_B(t))
+            for (mmas, _), t in zip(operands, (sQ, sDO), strict=True)
+        )
         rQt, rDOt = (
             rows_mma.make_fragment_B(rows_mma.get_slice(0).partition_B(self.transposed(t, c.num_stages)))
             for t in (sQ, sDO)
@@ -174,20 +176,20 @@ class AttentionKeysSm90(AttentionSm90):
         self.start_pingpong(wg)
         for _ in cutlass.range(self.turns(args), unroll=1):
             item = self.own_item(args, sItems, keys, own)
-            own = self.load_own([rK, rV], [sK, sV], wg, thread, keys, own)
+            own = self.load_own(operands, [sK, sV], wg, thread, keys, own)
             dk.fill(0.0)
             dv.fill(0.0)
             if const_expr(self.ahead):
                 if item.first < item.last:
                     loaded.consumer_wait(read)
-                    self.multiply(x, mmas, rK, rQ[None, None, None, read.index])
+                    self.multiply(x, *of_k, rQ[None, None, None, read.index])
                     cute.nvgpu.warpgroup.wait_group(0)
             for j in cutlass.range(item.first, item.last, unroll=1):
                 if const_expr(not self.ahead):
                     loaded.consumer_wait(read)
                     self.wait_to_issue(wg)
-                    self.multiply(x, mmas, rK, rQ[None, None, None, read.index])
-                self.multiply(dp, mmas, rV, rDO[None, None, None, read.index])
+                    self.multiply(x, *of_k, rQ[None, None, None, read.index])
+                self.multiply(dp, *of_v, rDO[None, None, None, read.index])
                 self.let_next_issue(wg)
                 n, is_full = self.loaded_tile(sWalk, read.index, j, self.problem.mask_aligned)
                 of_query, q0, k0 = self.place(n, item, args)
@@ -220,13 +222,13 @@ class AttentionKeysSm90(AttentionSm90):
                 if const_expr(self.ahead):
                     if j + 1 < item.last:
                         loaded.consumer_wait(read)
-                        self.multiply(x, mmas, rK, rQ[None, None, None, read.index])
+                        self.multiply(x, *of_k, rQ[None, None, None, read.index])
                 if const_expr(self.staged is not None):
                     self.write_dbias(dbias_atom, sDbias, block)
                 # dk: in flight at the end of the loop, ptxas waits for each WGMMA at once
                 cute.nvgpu.warpgroup.wait_group(0)
                 self.release(loaded, current)
-            own = self.finish_own(keys, own)
+            own = self.finish_own([sK, sV], keys, own)
             for v in cutlass.range_constexpr(cute.size(dk)):
                 dk[v] = dk[v] * s.scale
             k0 = item.tile * self.tile_k + wg * BLOCK

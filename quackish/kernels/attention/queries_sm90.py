@@ -74,10 +74,10 @@ class AttentionQueriesSm90(AttentionSm90):
     @cute.jit
     def produce(self, atoms, score_atoms, shared, sWalk, loaded, args: QueriesArgs):
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.num_stages)
-        policies = self.score_policies(args.scores)
+        policy = self.bias_policy(args.scores)
         for turn in cutlass.range(self.turns(args), unroll=1):
             item = self.item(turn, args)
-            loads = [atoms, score_atoms, self.parts(atoms, score_atoms, shared, args.scores, item.head), policies]
+            loads = [atoms, score_atoms, self.parts(atoms, score_atoms, shared, args.scores, item.head), policy]
             state = self.load_item(loads, item, args, loaded, state, sWalk, 0)
         loaded.producer_tail(state)
 
@@ -92,11 +92,11 @@ class AttentionQueriesSm90(AttentionSm90):
     @cute.jit
     def load_tile(self, loads, item: Item, args: QueriesArgs, n: Int32, loaded, state, is_full):
         """Loads tile n of k and v, and of bias and mask for an item's queries."""
-        atoms, score_atoms, parts, policies = loads
+        atoms, score_atoms, parts, policy = loads
         barrier = loaded.producer_get_barrier(state)
         self.load(atoms[2], parts[0], n, 0, state.index, barrier)
         self.load(atoms[3], parts[1], n, 0, state.index, barrier)
-        self.load_scores(score_atoms, parts[2:], item.tile, n, state.index, barrier, policies, is_full)
+        self.load_scores(score_atoms, parts[2:], item.tile, n, state.index, barrier, policy, is_full)
 
     @cute.jit
     def statistics(self, args: QueriesArgs, block: Block):
@@ -116,11 +116,13 @@ class AttentionQueriesSm90(AttentionSm90):
     def consume(self, shared, queries, loaded, args: QueriesArgs, wg: Int32, thread: Int32):
         c, s = self.config, args.scores
         sQ, sDO, sK, sV, tiles, sWalk, sItems = shared
-        mmas = [self.mma_of_scores(self.tile_k, add) for add in (False, True)]
         dq_mma = self.mma_from_registers()
-        part = mmas[0].get_slice(0)
-        rQ, rDO = self.own_operands(mmas[0], [sQ, sDO], wg)
-        rK, rV = (mmas[0].make_fragment_B(part.partition_B(t)) for t in (sK, sV))
+        operands = self.own_operands(self.tile_k, [sQ, sDO], wg)
+        of_q, of_do = operands
+        rK, rV = (
+            mmas[0].make_fragment_B(mmas[0].get_slice(0).partition_B(t))
+            for (mmas, _), t in zip(operands, (sK, sV), strict=True)
+        )
         rKt = dq_mma.make_fragment_B(dq_mma.get_slice(0).partition_B(self.transposed(sK, c.num_stages)))
         x, dp = self.accumulator(self.tile_k), self.accumulator(self.tile_k)
         dq, ds = self.accumulator(self.d), self.operand(self.tile_k)
@@ -131,7 +133,7 @@ class AttentionQueriesSm90(AttentionSm90):
         self.start_pingpong(wg)
         for _ in cutlass.range(self.turns(args), unroll=1):
             item = self.own_item(args, sItems, queries, own)
-            own = self.load_own([rQ, rDO], [sQ, sDO], wg, thread, queries, own)
+            own = self.load_own(operands, [sQ, sDO], wg, thread, queries, own)
             head, q0 = item.head, item.tile * self.tile_q + wg * BLOCK
             block = Block(head, q0, Int32(0), BLOCK, self.tile_k, wg, thread)
             shift, delta = self.statistics(args, block)
@@ -139,8 +141,8 @@ class AttentionQueriesSm90(AttentionSm90):
             for j in cutlass.range(item.first, item.last, unroll=1):
                 loaded.consumer_wait(read)
                 self.wait_to_issue(wg)
-                self.multiply(x, mmas, rQ, rK[None, None, None, read.index])
-                self.multiply(dp, mmas, rDO, rV[None, None, None, read.index])
+                self.multiply(x, *of_q, rK[None, None, None, read.index])
+                self.multiply(dp, *of_do, rV[None, None, None, read.index])
                 self.let_next_issue(wg)
                 cute.nvgpu.warpgroup.wait_group(1)  # x, and dq of the tile before
                 if j > item.first:
@@ -164,7 +166,7 @@ class AttentionQueriesSm90(AttentionSm90):
             if item.last > item.first:
                 self.release(loaded, previous)
                 previous.advance()
-            own = self.finish_own(queries, own)
+            own = self.finish_own([sQ, sDO], queries, own)
             for v in cutlass.range_constexpr(cute.size(dq)):
                 dq[v] = dq[v] * s.scale
             self.write_queries(dq, args.dq, s, block)

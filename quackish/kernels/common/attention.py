@@ -143,9 +143,9 @@ class AttentionSm90(MaskWalk):
 
     # MMAs of one warp group
 
-    def mma_of_scores(self, n: int, accumulate: bool):
-        """(BLOCK, k) @ (n, k)^T, in shared memory with contiguous k, the first maybe in registers."""
-        source = warpgroup.OperandSource.RMEM if self.own_in_registers else warpgroup.OperandSource.SMEM
+    def mma_of_scores(self, n: int, accumulate: bool, in_registers: bool = False):
+        """(BLOCK, k) @ (n, k)^T, in shared memory with contiguous k; the first one may be in registers."""
+        source = warpgroup.OperandSource.RMEM if in_registers else warpgroup.OperandSource.SMEM
         mma = sm90.make_trivial_tiled_mma(
             self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), tiler_mn=(BLOCK, n),
             a_source=source,
@@ -317,24 +317,21 @@ class AttentionSm90(MaskWalk):
         return parts
 
     @cute.jit
-    def load_scores(self, atoms: list, parts: list, tile_q, tile_k, stage, barrier, policies, is_full):
-        """Loads bias and mask. is_full: 1 if the mask is not needed, else 0; None without a mask."""
-        for a in cutlass.range_constexpr(len(parts)):
-            policy = None if const_expr(policies is None) else policies[a]
-            if const_expr(self.mask is not None and a == len(parts) - 1):
-                if is_full == 0:
-                    self.load(atoms[a], parts[a], tile_q, tile_k, stage, barrier, policy)
-            else:
-                self.load(atoms[a], parts[a], tile_q, tile_k, stage, barrier, policy)
+    def load_scores(self, atoms: list, parts: list, tile_q, tile_k, stage, barrier, policy, is_full):
+        """Loads bias and mask. policy: of the bias; is_full: 1 if the mask is not needed, else 0; None without one."""
+        if const_expr(self.bias is not None):
+            self.load(atoms[0], parts[0], tile_q, tile_k, stage, barrier, policy)
+        if const_expr(self.mask is not None):
+            if is_full == 0:
+                self.load(atoms[-1], parts[-1], tile_q, tile_k, stage, barrier)
 
     @cute.jit
-    def score_policies(self, args: ScoreArgs) -> list:
-        """L2 cache policies for bias and mask: what is not broadcast is read once."""
-        policies = []
-        for tile, t in ((self.bias, args.bias), (self.mask, args.mask)):
-            if const_expr(tile is not None):
-                policies.append(Int64(EVICT_NORMAL) if t.head == 0 or t.batch == 0 else Int64(EVICT_FIRST))
-        return policies
+    def bias_policy(self, args: ScoreArgs):
+        """The L2 cache policy for a bias: one that is not broadcast is read once."""
+        if const_expr(self.bias is None):
+            return None
+        t = args.bias
+        return Int64(EVICT_NORMAL) if t.head == 0 or t.batch == 0 else Int64(EVICT_FIRST)
 
     # Statistics of rows: the shift of the scores, and delta. 0 for queries past the last one.
 
@@ -427,30 +424,36 @@ class AttentionSm90(MaskWalk):
         *head, tile, last = (read_word(sItems[i, None], state.index) for i in range(len(Head._fields) + 2))
         return self.item_at(tile, Head(*head), args.scores)._replace(last=last)
 
-    def own_operands(self, mma, tiles: list, wg: Int32) -> list:
-        """Operands for own tiles in shared memory, all warp groups': registers for `load_own`, or the tiles."""
-        if self.own_in_registers:
-            return [self.operand(self.d) for _ in tiles]
-        part = mma.get_slice(0)
-        return [mma.make_fragment_A(part.partition_A(t))[None, None, None, wg] for t in tiles]
+    def own_operands(self, n: int, shared: list, wg: Int32) -> list:
+        """[(MMAs of n columns, operand)] for own tiles: as many as fit in registers, for `load_own`."""
+        operands = []
+        for i, tiles in enumerate(shared):
+            in_registers = i < self.own_in_registers
+            mmas = [self.mma_of_scores(n, add, in_registers) for add in (False, True)]
+            if in_registers:
+                operands.append((mmas, self.operand(self.d)))
+            else:
+                fragments = mmas[0].make_fragment_A(mmas[0].get_slice(0).partition_A(tiles))
+                operands.append((mmas, fragments[None, None, None, wg]))
+        return operands
 
     @cute.jit
-    def load_own(self, operands: list, tiles: list, wg: Int32, thread: Int32, own, state):
-        """Loads own tiles into registers, and gives them back."""
-        if const_expr(self.own_in_registers):
-            for operand, shared in zip(operands, tiles, strict=True):
-                base = self.own.rows_base(shared[None, None, wg].iterator, Int32(0), thread)
-                for j in cutlass.range_constexpr(0, self.d // 8, 2):
-                    values = self.own.load(self.own.rows_at(base, j), False)
-                    for i in cutlass.range_constexpr(8):
-                        operand[4 * j + i] = values[i]
+    def load_own(self, operands: list, shared: list, wg: Int32, thread: Int32, own, state):
+        """Loads own tiles into registers. Gives them back if these are all."""
+        for (_, operand), tiles in zip(operands[: self.own_in_registers], shared, strict=False):
+            base = self.own.rows_base(tiles[None, None, wg].iterator, Int32(0), thread)
+            for j in cutlass.range_constexpr(0, self.d // 8, 2):
+                values = self.own.load(self.own.rows_at(base, j), False)
+                for i in cutlass.range_constexpr(8):
+                    operand[4 * j + i] = values[i]
+        if const_expr(self.own_in_registers == len(shared)):
             state = self.release_own(own, state)
         return state
 
     @cute.jit
-    def finish_own(self, own, state):
+    def finish_own(self, shared: list, own, state):
         """Gives own tiles back, unless `load_own` did."""
-        if const_expr(not self.own_in_registers):
+        if const_expr(self.own_in_registers < len(shared)):
             state = self.release_own(own, state)
         return state
 

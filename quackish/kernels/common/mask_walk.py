@@ -77,7 +77,7 @@ class MaskWalk:
     def count(self, item, args) -> Int32:
         """The number of an item's tiles to do, for a whole warp."""
         count = Int32(0)
-        for start in cutlass.range(item.first, item.last, 32, unroll=4):
+        for start in cutlass.range(item.first, item.last, 32, unroll=1):
             count = count + cute.arch.popc(self.tiles(start, item, args).to_do)
         return count
 
