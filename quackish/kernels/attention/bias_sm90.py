@@ -14,7 +14,9 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr, pipeline
 
 from quackish.configs.attention import BLOCK, BiasArgs
-from quackish.kernels.common.attention import AttentionSm90, Block, Head, ScoreTiles, pair_rows
+from quackish.kernels.common.attention import AttentionSm90
+from quackish.kernels.common.attention_items import Head
+from quackish.kernels.common.attention_scores import Block, ScoreTiles, pair_rows
 from quackish.kernels.common.dependent_launch import after_previous
 from quackish.kernels.common.memory import vector_at
 

@@ -1,4 +1,4 @@
-"""Attention forward on Hopper: o = softmax(x) v and lse, for x of `common/attention.py`.
+"""Attention forward on Hopper: o = softmax(x) v and lse, for x of `common/attention_scores.py`.
 
 A CTA has `num_wgs` blocks of 64 queries, one per consumer warp group. A producer warp loads tiles of k, v, bias and
 mask. The softmax is online, in fp32: q k^T of the next tile and p v of the previous one are in flight together.
@@ -10,7 +10,9 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr, pipeline
 
 from quackish.configs.attention import BLOCK, ForwardArgs
-from quackish.kernels.common.attention import AttentionSm90, Block, Item, pair_rows
+from quackish.kernels.common.attention import AttentionSm90
+from quackish.kernels.common.attention_items import Item
+from quackish.kernels.common.attention_scores import Block, pair_rows
 from quackish.kernels.common.dependent_launch import after_previous
 from quackish.kernels.common.math import LN_2, LOG2_E
 

@@ -11,7 +11,9 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers as sm90
 
 from quackish.configs.attention import BLOCK, ProductArgs
-from quackish.kernels.common.attention import EVICT_FIRST, AttentionSm90, Block, Item
+from quackish.kernels.common.attention import EVICT_FIRST, AttentionSm90
+from quackish.kernels.common.attention_items import Item
+from quackish.kernels.common.attention_scores import Block
 from quackish.kernels.common.dependent_launch import after_previous
 from quackish.kernels.common.swizzled_tile import SwizzledTile
 
