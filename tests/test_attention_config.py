@@ -22,6 +22,7 @@ from quackish.configs.attention import (
     attention_why_illegal,
     bias_parts,
     keys_ahead,
+    own_in_registers,
 )
 from quackish.gpu import H200
 from quackish.launch import cubin
@@ -111,6 +112,20 @@ def test_measured_configs():
         of_keys = AttentionKeysProblem(**fields, dbias=True)
         assert keys_ahead(of_keys, AttentionConfig(2, *keys)) == (d == 128)  # at d 64 fewer, larger tiles are faster
         assert not keys_ahead(of_keys, AttentionConfig(2, 64, 1))
+
+
+@pytest.mark.parametrize(
+    "problem, tiles",
+    [
+        (AttentionForwardProblem(BF16, 128, mask=True), 1),
+        (AttentionKeysProblem(BF16, 64, mask=True), 2),
+        (AttentionKeysProblem(BF16, 64, BF16, dbias=True), 0),
+        (AttentionKeysProblem(BF16, 32, mask=True), 0),  # one would fit by number, and spills
+        (AttentionQueriesProblem(BF16, 128, mask=True), 1),
+    ],
+)
+def test_own_tiles_in_registers(problem, tiles):
+    assert own_in_registers(problem, attention_config(problem, H200)) == tiles
 
 
 def test_every_problem_has_a_legal_config():

@@ -107,8 +107,9 @@ class AttentionSteps:
             MaskArgs(_broadcast(mask, by_vectors), start + layout.classes, *mask.shape),
         )
         if not options.has_band:
+            batches, heads = mask.shape[:2]
             args = OrderArgs(
-                Strided(start + layout.classes, *layout.of_classes), start, start + layout.of_keys, *mask.shape[:2],
+                Strided(start + layout.classes, *layout.of_classes), start, start + layout.of_keys, batches, heads,
                 inputs.q.shape[2], inputs.k.shape[2],
             )  # fmt: skip
             self._launch(AttentionOrderProblem(), args)
