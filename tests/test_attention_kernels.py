@@ -11,7 +11,7 @@ from quackish.gpu import H200
 from quackish.ops.device import Device, substitute
 from quackish.ops.kernel_for import kernel_for
 from quackish.testing.errors import error, same_bits
-from tests.attention_cases import BF16, FP16, FP32, FP64, assert_right, case, step, truth
+from tests.attention_cases import BF16, FP16, FP32, FP64, GRADS, assert_right, case, step, truth
 from tests.cuda_graphs import captured, no_synchronization
 from tests.emulator_cases import HOPPER, QUICK, emulated
 
@@ -64,6 +64,30 @@ def test_large_scores(where):
         with emulated(QUICK) if where == QUICK else contextlib.nullcontext():
             got = attention(**args, backend="cute")
     assert error(got, want.double()).within(norm=2**-10, worst=2**-7)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(16, 16, 512, 512, 128), (2, 4, 1100, 700, 64)])
+def test_calls_in_a_row(sizes):
+    """Bits, where nothing waits between calls: launches start while the ones before them end."""
+    batch, heads, num_q, num_k, d = sizes
+    args = case(batch, heads, num_q, num_k, d, bias=(1, 1, num_q, num_k), device="cuda")
+    mask = torch.rand(batch, 1, num_q, num_k, device="cuda") < 0.5
+    do = torch.randn_like(args["query"])
+
+    def call(names, **options):
+        leaves = [args[name] for name in names]
+        out = attention(**dict(zip(names, leaves, strict=True)), **options, backend="cute")
+        return out.detach(), *torch.autograd.grad(out, leaves, do)
+
+    biased, masked = lambda: call(GRADS), lambda: call(GRADS[:3], attn_mask=mask)
+    for run in (biased, masked):
+        want = run()
+        for i in range(100):
+            for _ in range(i % 4):
+                biased()
+                run()
+            assert all(map(same_bits, run(), want)), i
 
 
 @pytest.mark.exhaustive

@@ -66,7 +66,7 @@ TABLE = {
     "Loss(8, 6, out_features=3)": "LinearCrossEntropyLoss: out_features is 3, expected (): K-dimensional losses",
     "Loss(8, 6, memory_limit='1GB')": "LinearCrossEntropyLoss: memory_limit is '1GB', a str; expected an int",
     "sdpa(q, q, q, scale=torch.tensor(1.0))": "scale is a Tensor; expected a float or None",
-    "sdpa(q, q, q, scale=float('inf'))": "scale is inf; expected a finite number, or None",
+    "sdpa(q, q, q, scale=1e39)": "scale is 1e+39; expected a finite number, or None",  # infinite in fp32
     "sdpa(q, q, q, softcap='30')": "softcap is '30', a str; expected a float or None",
     "sdpa(q, q, q, None, '0.1')": "dropout_p is '0.1', a str; expected a float",
     "sdpa(q, q, q, is_causal='yes', softcap=3.0)": "is_causal is 'yes', a str; expected True or False",

@@ -13,7 +13,7 @@ from quackish.gpu import Gpu
 
 BLOCK = 64  # rows of a warp group's accumulator; queries and keys of a classified block of a mask
 EMPTY, MIXED, FULL = range(3)  # classes of a block: no key, some keys or all keys take part
-ORDERED = 2 * BLOCK  # queries or keys of a tile whose place in the order depends on the mask
+ORDERED = 2 * BLOCK  # queries or keys of a tile that has a place in the order of a mask
 MAX_D = 128
 # Registers per thread of the producer and of the consumers, by number of consumer warp groups. All threads together may
 # have no more than at launch, when each has 65,536 / threads, rounded down to a multiple of 8. Otherwise they hang.
@@ -275,12 +275,13 @@ class AttentionProductProblem(AttentionProblem):
 class AttentionBiasProblem(AttentionProblem):
     """The gradient of a bias that is broadcast over batch, heads or both."""
 
+    ordered = False
     in_parts: bool = False  # in fp32, to be summed; else one part, in the dtype of the bias
 
     @property
     def args(self) -> BiasArgs:
         dbias = Strided(ALIGNED_F32 if self.in_parts else Ptr(self.bias_dtype, aligned=True))
-        return BiasArgs(scores=self._scores()._replace(order=None), do=self._operand(), dbias=dbias)
+        return BiasArgs(scores=self._scores(), do=self._operand(), dbias=dbias)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -360,7 +361,7 @@ def _registers(problem: AttentionProblem, config: AttentionConfig) -> int:
 def own_in_registers(problem: AttentionProblem, config: AttentionConfig) -> int:
     """How many of a warp group's own tiles are in registers during an item: as many as fit.
 
-    Then WGMMAs read half as much shared memory, and the next item's tiles are loaded meanwhile if these are all.
+    WGMMAs of their scores then read only the other tile from shared memory.
     """
     tiles = _OWN[_KIND[type(problem)]]
     free = REGISTERS[config.num_wgs][1] - _registers(problem, config) - 8 * tiles
@@ -380,7 +381,7 @@ def attention_why_illegal(problem: AttentionProblem, config: AttentionConfig, gp
     tiles = TILES[_KIND[type(problem)]]
     if config.num_wgs not in REGISTERS:
         return f"num_wgs is {config.num_wgs}; expected 2 or 3"
-    if problem.mask and config.rows != ORDERED:
+    if problem.ordered and config.rows != ORDERED:
         return (
             f"num_wgs is {config.num_wgs}; with a mask expected 2, because the order of tiles is one of {ORDERED} rows"
         )

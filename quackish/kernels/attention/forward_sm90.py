@@ -21,6 +21,7 @@ LARGE = 2.0**20  # scores beyond it are subtracted before they are multiplied: `
 
 class AttentionForwardSm90(AttentionSm90):
     rows_are_queries = True
+    pingpong = True
 
     @property
     def stage_bytes(self) -> int:
@@ -115,7 +116,7 @@ class AttentionForwardSm90(AttentionSm90):
         self.start_pingpong(wg)
         for _ in cutlass.range(self.turns(args), unroll=1):
             item = self.own_item(args, sItems, queries, own)
-            own = self.load_own(operands, [sQ], wg, thread, queries, own)
+            self.load_own(operands, [sQ], wg, thread)
             block = Block(
                 item.head, item.tile * self.tile_q + wg * BLOCK, item.first * self.tile_k, BLOCK, self.tile_k, wg,
                 thread,
@@ -153,7 +154,7 @@ class AttentionForwardSm90(AttentionSm90):
                     o[v] = o[v] * rescale[v // 2 % 2]
                 self.round_to_operand(p, x)
                 read.advance()
-            own = self.finish_own([sQ], queries, own)
+            own = self.release_own(queries, own)
             values.consumer_wait(previous)
             self.multiply(o, [pv_mma], p, rV[None, None, None, previous.index])
             cute.nvgpu.warpgroup.wait_group(0)

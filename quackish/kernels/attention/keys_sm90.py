@@ -179,7 +179,7 @@ class AttentionKeysSm90(AttentionSm90):
         self.start_pingpong(wg)
         for _ in cutlass.range(self.turns(args), unroll=1):
             item = self.own_item(args, sItems, keys, own)
-            own = self.load_own(operands, [sK, sV], wg, thread, keys, own)
+            self.load_own(operands, [sK, sV], wg, thread)
             dk.fill(0.0)
             dv.fill(0.0)
             if const_expr(self.ahead):
@@ -231,7 +231,7 @@ class AttentionKeysSm90(AttentionSm90):
                 # dk: in flight at the end of the loop, ptxas waits for each WGMMA at once
                 cute.nvgpu.warpgroup.wait_group(0)
                 self.release(loaded, current)
-            own = self.finish_own([sK, sV], keys, own)
+            own = self.release_own(keys, own)
             for v in cutlass.range_constexpr(cute.size(dk)):
                 dk[v] = dk[v] * s.scale
             k0 = item.tile * self.tile_k + wg * BLOCK

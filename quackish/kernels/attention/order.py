@@ -1,7 +1,7 @@
 """The order in which attention's kernels start tiles of queries and of keys under a mask: those with most work first.
 
-A tile has ORDERED queries or keys, and its work is the number of its blocks that are not EMPTY. Each CTA ranks MOST
-tiles of one (Lq, Lk) matrix of the mask; more are in order only within each MOST.
+A tile has ORDERED queries or keys, and its work is the number of its blocks that are not EMPTY. Each CTA ranks the
+tiles of one (Lq, Lk) matrix of the mask, or up to RANKED of them: longer matrices are in order in parts.
 """
 
 import cutlass
@@ -21,7 +21,7 @@ from quackish.kernels.common.arguments import fake_args
 from quackish.kernels.common.dependent_launch import after_previous
 from quackish.kernels.common.memory import load_at, store_at
 
-MOST = 1024
+RANKED = 1024
 
 
 class AttentionOrder:
@@ -33,17 +33,17 @@ class AttentionOrder:
 
     @cute.jit
     def __call__(self, args: OrderArgs, stream: CUstream):
-        parts = cute.ceil_div(cutlass.max(args.num_q, args.num_k), ORDERED * MOST)
+        parts = cute.ceil_div(cutlass.max(args.num_q, args.num_k), ORDERED * RANKED)
         self.kernel(args, parts).launch(
-            grid=[parts, 2, args.heads * args.batches], block=[self.config.threads, 1, 1], stream=stream, use_pdl=True
+            grid=[args.heads * args.batches, 2, parts], block=[self.config.threads, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
     def kernel(self, args: OrderArgs, parts: Int32):
         tid, _, _ = cute.arch.thread_idx()
-        part, side, matrix = cute.arch.block_idx()
+        matrix, side, part = cute.arch.block_idx()
         smem = cutlass.memory.SmemAllocator()
-        work = smem.allocate_tensor(Int32, cute.make_layout((MOST,)), 16)
+        work = smem.allocate_tensor(Int32, cute.make_layout((RANKED,)), 16)
         after_previous()
 
         t = args.classes
@@ -61,8 +61,8 @@ class AttentionOrder:
         """Ranks tiles of rows. down, across: strides of the classes of blocks."""
         tiles, threads = cute.ceil_div(num_rows, ORDERED), self.config.threads
         rows, columns = cute.ceil_div(num_rows, BLOCK), cute.ceil_div(num_columns, BLOCK)
-        first = part * MOST
-        count = cutlass.min(tiles - first, MOST)
+        first = part * RANKED
+        count = cutlass.min(tiles - first, RANKED)
         for i in cutlass.range(tid // 32, count, threads // 32, unroll=1):
             blocks = Int32(0)
             for j in cutlass.range(tid % 32, columns, 32, unroll=4):

@@ -20,6 +20,7 @@ from quackish.kernels.common.memory import load_at
 
 class AttentionQueriesSm90(AttentionSm90):
     rows_are_queries = True
+    pingpong = True
 
     @property
     def stage_bytes(self) -> int:
@@ -55,8 +56,8 @@ class AttentionQueriesSm90(AttentionSm90):
         queries = self.own_pipeline(2)
         loaded = self.pipeline(c.num_stages, self.stage_bytes)
         pipeline.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
-        # The kernel for dk and dv is launched right before, and waited for all that this one reads: no need to wait for
-        # its results. So CTAs start where others have ended.
+        # The kernel for dk and dv, launched right before, waited for all that this one reads, and does not use dq. So
+        # CTAs start where CTAs of that kernel have ended, and wait for it at their end, for the kernel after this one.
         cute.arch.fence_acq_rel_gpu()
 
         pipeline.pipeline_init_wait(cluster_shape_mn=(1, 1))
@@ -135,7 +136,7 @@ class AttentionQueriesSm90(AttentionSm90):
         self.start_pingpong(wg)
         for _ in cutlass.range(self.turns(args), unroll=1):
             item = self.own_item(args, sItems, queries, own)
-            own = self.load_own(operands, [sQ, sDO], wg, thread, queries, own)
+            self.load_own(operands, [sQ, sDO], wg, thread)
             head, q0 = item.head, item.tile * self.tile_q + wg * BLOCK
             block = Block(head, q0, Int32(0), BLOCK, self.tile_k, wg, thread)
             shift, delta = self.statistics(args, block)
@@ -168,7 +169,7 @@ class AttentionQueriesSm90(AttentionSm90):
             if item.last > item.first:
                 self.release(loaded, previous)
                 previous.advance()
-            own = self.finish_own([sQ, sDO], queries, own)
+            own = self.release_own(queries, own)
             for v in cutlass.range_constexpr(cute.size(dq)):
                 dq[v] = dq[v] * s.scale
             self.write_queries(dq, args.dq, s, block)

@@ -39,7 +39,7 @@ def transpose(words: cute.Tensor, lane: Int32):
 
 class AttentionSm90(AttentionItems, OwnTiles, AttentionScores):
     rows_are_queries: bool
-    pingpong = True
+    pingpong = False
 
     def __init__(self, problem, config: AttentionConfig):
         self.problem, self.config = problem, config
@@ -47,7 +47,7 @@ class AttentionSm90(AttentionItems, OwnTiles, AttentionScores):
         self.own_in_registers = own_in_registers(problem, config)
         rows, other = config.rows, config.tile
         self.tile_q, self.tile_k = (rows, other) if self.rows_are_queries else (other, rows)
-        self.own = SwizzledTile(self.dtype, BLOCK, self.d)  # a warp group's rows of q, k, v, do, and of results
+        self.own = SwizzledTile(self.dtype, BLOCK, self.d)  # a warp group's rows of q, k, v or do
         self.other = SwizzledTile(self.dtype, config.tile, self.d)  # a loaded tile of them
         self.bias = self.mask = None
         if problem.bias_by_tma:

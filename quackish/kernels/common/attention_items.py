@@ -29,7 +29,10 @@ class Item(NamedTuple):
 
 
 class AttentionItems(MaskWalk):
-    """Here, and unless a kernel has others, items are tiles of queries. `args` are the kernel's."""
+    """Items are tiles of queries, unless a kernel overrides `items`, `rank_and_head` and `item_at`.
+
+    args: the kernel's arguments
+    """
 
     @cute.jit
     def items(self, args) -> Int32:
@@ -65,7 +68,8 @@ class AttentionItems(MaskWalk):
             rank, head = i // heads, i % heads
         else:
             rank, head = i % tiles, i // tiles
-        head = heads - 1 - head  # in backward, ds of the last heads may still be in the L2: 1 % less time at d 64
+        # dq = ds k starts with the heads whose ds is still in the L2 (H100, d 64: 0.884 to 0.876 ms of a whole step).
+        head = heads - 1 - head
         return rank, Head(head // s.heads, head % s.heads, head % s.heads // s.group)
 
     @cute.jit

@@ -9,10 +9,10 @@ from quackish.kernels.common.mask_walk import read_word
 
 
 class OwnTiles:
-    """A producer warp loads them, and tells each warp group in shared memory which item it has."""
+    """A producer warp loads them, and writes to shared memory which item each warp group has."""
 
     def allocate_items(self, smem):
-        """(words, warp groups): what `produce_own` tells a warp group of its item. In front of the first tile."""
+        """(words, warp groups): each warp group's item, as `produce_own` writes it. In front of the first tile."""
         words = len(Head._fields) + 2
         return smem.allocate_tensor(Int32, cute.make_layout((words, self.config.num_wgs)), 16)
 
@@ -67,24 +67,18 @@ class OwnTiles:
         return operands
 
     @cute.jit
-    def load_own(self, operands: list, shared: list, wg: Int32, thread: Int32, own, state):
-        """Loads own tiles into registers. Gives them back if these are all."""
+    def load_own(self, operands: list, shared: list, wg: Int32, thread: Int32):
+        """Loads the own tiles that are kept in registers.
+
+        Their stage is released at the item's end nevertheless: when it was released right here, the next item's tile
+        overwrote rows before they were loaded, in the first items of a launch (`test_calls_in_a_row`).
+        """
         for (_, operand), tiles in zip(operands[: self.own_in_registers], shared, strict=False):
             base = self.own.rows_base(tiles[None, None, wg].iterator, Int32(0), thread)
             for j in cutlass.range_constexpr(0, self.d // 8, 2):
                 values = self.own.load(self.own.rows_at(base, j), False)
                 for i in cutlass.range_constexpr(8):
                     operand[4 * j + i] = values[i]
-        if const_expr(self.own_in_registers == len(shared)):
-            state = self.release_own(own, state)
-        return state
-
-    @cute.jit
-    def finish_own(self, shared: list, own, state):
-        """Gives own tiles back, unless `load_own` did."""
-        if const_expr(self.own_in_registers < len(shared)):
-            state = self.release_own(own, state)
-        return state
 
     @cute.jit
     def release_own(self, own, state):

@@ -1,6 +1,5 @@
 """Checks of the arguments of scaled_dot_product_attention: ValueError for shapes and values, TypeError for dtypes."""
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +39,7 @@ def check(
         right = 0 if right is None else min(right, 0)
     if softcap is not None and not softcap > 0:
         raise ValueError(f"{WHO}: softcap is {softcap}; expected a number above 0, or None")
-    if scale is not None and not math.isfinite(scale):
+    if scale is not None and not abs(scale) <= torch.finfo(torch.float32).max:
         raise ValueError(f"{WHO}: scale is {scale}; expected a finite number, or None")
     if attn_mask is not None and attn_mask.dtype != torch.bool and attn_bias is not None:
         raise ValueError(

@@ -145,6 +145,7 @@ class AttentionSteps:
                         num_q=num_q, d=q.shape[3])  # fmt: skip
         self._launch(AttentionRowsProblem(fields["dtype"], dlse is not None), rows)
 
+        # No launch in between: the kernel for dq relies on what the kernel for dk and dv waited for.
         problem = AttentionKeysProblem(**fields, dbias=in_place)
         scores = _scores(inputs, plan, options, problem, self.device.gpu.sm_count)
         ds = None if dbias is None else _strided(dbias)
