@@ -294,6 +294,7 @@ def zero3_rank(rank: int, size: int, folder: str, out: str) -> None:
     from transformers.integrations import HfDeepSpeedConfig
 
     torch.set_num_threads(1)
+    deepspeed.ops.__compatible_ops__.clear()  # DeepSpeed compiles none of its own for a minute, and uses gloo's
     torch.distributed.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=size)
     config = dict(
         train_micro_batch_size_per_gpu=2, zero_allow_untested_optimizer=True,
