@@ -42,7 +42,7 @@ KINDS = [(a, split) for a in reference.ACTIVATIONS for split in (False, True) if
 
 
 def paths_and_options():
-    """(where, biases, scales, activation, split). In the emulator each activation once, and once without options."""
+    """(where, biases, scales, activation, split). In the emulator each activation once, one without options."""
     for biases, scales in itertools.product([False, True], repeat=2):
         for kind in KINDS:
             for path in map(pytest.param, PATHS[:2]):
@@ -50,17 +50,20 @@ def paths_and_options():
             for path in PATHS[2:]:
                 yield pytest.param(*path.values, biases, scales, *kind, marks=path.marks)
     late, at_once, on_blackwell, _ = IN_EMULATOR
-    yield pytest.param(*at_once.values, False, False, "swiglu", False, marks=at_once.marks)
     for path, activation in zip(itertools.cycle([late, at_once]), reference.ACTIVATIONS, strict=False):
-        yield pytest.param(*path.values, True, True, activation, activation == "swiglu", marks=path.marks)
+        has_options = activation != "silu"
+        yield pytest.param(*path.values, has_options, has_options, activation, activation == "swiglu", marks=path.marks)
     yield pytest.param(*on_blackwell.values, True, True, "geglu", True, marks=on_blackwell.marks)
 
 
 @pytest.mark.parametrize("where, biases, scales, activation, split", list(paths_and_options()), indirect=["where"])
 def test_against_a_loop_over_experts_in_fp64(where, biases, scales, activation, split):
+    """In the emulator, only cases with `split` recompute and have gradients of w1 and the biases."""
+    in_full = where.sizes is SIZES or split
     for dtype in where.dtypes:
         how = dict(activation=activation, split=split, biases=biases, scales=scales, device=where.device, dtype=dtype)
         case, dy = make(**how) if where.backend == "reference" else make(where.sizes, h=72, i=88, **how)
+        case = case if in_full else frozen(case, but=["x", "w2", "scales"])
         want = step(experts, in_fp64(case), dy.double(), kept=None if dtype == FP64 else dtype)
         want["y"] = experts(**in_fp64(case))  # forward goes on with what was not rounded
         got, theirs = where.run(case, dy), step(experts, case, dy)
@@ -73,7 +76,7 @@ def test_against_a_loop_over_experts_in_fp64(where, biases, scales, activation, 
             else:  # one rounding of the result, and one of what the last product multiplies
                 bound = error(theirs[name], truth).norm
                 assert ours.norm <= min(1.02 * bound, 0.5 * torch.finfo(dtype).eps), (name, ours, bound)
-        for name, recomputed in where.run(case, dy, recompute=True).items():
+        for name, recomputed in where.run(case, dy, recompute=True).items() if in_full else ():
             assert same_bits(recomputed, got[name]), name
 
 
