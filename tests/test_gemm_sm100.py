@@ -6,7 +6,6 @@ others: their path is named "kernels-b200/...".
 
 import contextlib
 import dataclasses
-import itertools
 
 import pytest
 import torch
@@ -65,16 +64,17 @@ def test_compiles(name, problem, gpu):
 
 # Shapes --------------------------------------------------------------------------------------------------------------
 
-# Rows, classes, hidden size: each side of a CTA's and of a pair's tile
-SHAPES = [
-    (1, 257, 8), (127, 129, 72), (255, 127, 72), (257, 255, 8), (129, 257, 72), (257, 1, 8), (130, 513, 8),
-]  # fmt: skip
+# Rows, classes, hidden size: each side of a pair's tile, and of a CTA's
+OF_PAIRS = [(255, 127, 72), (257, 255, 8), (129, 257, 72), (257, 1, 8), (130, 513, 8)]
+OF_ONE_CTA = [(1, 257, 8), (127, 129, 72), (129, 255, 8)]
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("setting, one_cta", zip(BLACKWELL, (False, True), strict=True))
-def test_ragged_shapes(setting, one_cta):
-    for rows, v, h in SHAPES:
+@pytest.mark.parametrize(
+    "setting, one_cta, shapes", [(BLACKWELL[0], False, OF_PAIRS), (BLACKWELL[1], True, OF_ONE_CTA)]
+)
+def test_ragged_shapes(setting, one_cta, shapes):
+    for rows, v, h in shapes:
         c, truth = Case(rows=rows, v=v, h=h), lce_kernels()
         epilogue = DlogitsArgs(coefs=torch.rand(rows, 4), slot_target=c.slot_target, softcap=0.0, v0=0)
         epilogue.coefs[:, 0] = torch.logsumexp(c.x.float() @ c.w.float().T, 1)
@@ -97,7 +97,7 @@ def test_ragged_shapes(setting, one_cta):
 @pytest.mark.parametrize("setting", BLACKWELL)
 def test_tiles_without_flags_are_skipped(setting):
     """Rows 256 to 511, a whole tile of two CTAs, are not recomputed."""
-    c = Case(rows=700, v=600, h=64)
+    c = Case(rows=700, v=200, h=64)
     flagged = torch.tensor([3, 650])
     with kernels_on(setting) as (k, report):
         before = softmax(c, k)
@@ -106,7 +106,7 @@ def test_tiles_without_flags_are_skipped(setting):
         c.update_shift()
         got, truth = softmax(c, k), softmax(c, lce_kernels())
     assert without == 0
-    assert report.launches[-1].mmas == 2 * 3 * 4  # tiles of rows with flags, tiles of classes, steps of 16 along k
+    assert report.launches[-1].mmas == 2 * 4  # tiles of rows with flags, steps of 16 along k
     assert same_bits(got.flags, truth.flags)
     assert close(got.part_sum.sum(1), truth.part_sum.sum(1), 0.01)
     assert same_bits(got.exp_logits[256:512], before.exp_logits[256:512])
@@ -144,11 +144,10 @@ def test_bits_of_integers_are_hoppers():
 
     with emulated("h200/late/0"):
         hoppers = list(results(LceKernels(device_of(torch.device("cpu")))))
-    for setting in BLACKWELL:
-        for one_cta in (False, True):
-            with kernels_on(setting, one_cta) as (k, _):
-                for got, want in zip(results(k), hoppers, strict=True):
-                    assert same_bits(got, want)
+    for setting, one_cta in zip(BLACKWELL, (False, True), strict=True):
+        with kernels_on(setting, one_cta) as (k, _):
+            for got, want in zip(results(k), hoppers, strict=True):
+                assert same_bits(got, want)
 
 
 @pytest.mark.exhaustive
@@ -158,13 +157,14 @@ def test_a_loss_has_the_same_bits_with_more_rows_schedules_and_orders():
     target = torch.randint(0, 700, (300,), generator=generator)
     losses = []
     with unverified_kernels():
-        for setting, rows in itertools.product(("b200/late/0", "b200/at_once/3"), (7, 300)):
-            for schedule in ("chunked", "recompute"):
-                with emulated(setting):
-                    loss = quackish.linear_cross_entropy(
-                        x[:rows], w, target[:rows], reduction="none", schedule=schedule, chunk_size=256
-                    )
-                losses.append(loss[:7])
+        for setting, rows, schedule in (
+            ("b200/late/0", 300, "chunked"), ("b200/late/0", 7, "recompute"), ("b200/at_once/3", 300, "recompute"),
+        ):  # fmt: skip
+            with emulated(setting):
+                loss = quackish.linear_cross_entropy(
+                    x[:rows], w, target[:rows], reduction="none", schedule=schedule, chunk_size=256
+                )
+            losses.append(loss[:7])
     assert all(same_bits(loss, losses[0]) for loss in losses[1:])
 
 
