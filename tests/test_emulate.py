@@ -76,16 +76,16 @@ def grouped_mlp():
 )
 def test_bits_are_those_of_every_completion_and_seed(call, gpu):
     runs = []
-    for completion, seed in (("late", 0), ("late", 1), ("at_once", 2)):
+    for completion, seed in (("late", 0), ("at_once", 1)):
         with quackish.emulate(gpu, completion, seed) as report:
             runs.append(call())
         counts = [
             dataclasses.replace(launch, instructions=0, seconds=0.0) for launch in report.launches
         ]  # a kernel that polls executes more or fewer instructions
         runs[-1] = [*runs[-1]], counts
-    assert runs[0][1] == runs[1][1] == runs[2][1]
-    for results, _ in runs[1:]:
-        assert all(map(same_bits, results, runs[0][0]))
+    (results, counts), (others, other_counts) = runs
+    assert counts == other_counts
+    assert all(map(same_bits, others, results))
 
 
 def test_a_seed_repeats_a_run():
