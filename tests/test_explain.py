@@ -255,26 +255,26 @@ def test_a_dry_run_launches_what_the_operation_does(name, reduction, launched):
     gpu, launches = launched
     options, dtype = OPTIONS[name], torch.bfloat16
     printed = [f"--{key} {value}".replace("_", "-").replace(" True", "") for key, value in options.items()]
-    for how in ("", "--return-lse", "--return-stats", "--grad-weight-out", "--no-grad"):
-        for schedule in SCHEDULES:
-            for m, h, v, chunks in ((300, 8, 700, "--chunk-size 128"), (40, 64, 1000, "")):
-                x, w, target, kw = make(m, h, v, dtype, **options, reduction=reduction)
-                launches.clear()
-                out = torch.zeros(w.shape) if "out" in how else None
-                with torch.set_grad_enabled(how != "--no-grad"):
-                    results = quackish.linear_cross_entropy(
-                        x, w, target, schedule=schedule, chunk_size=128 if chunks else None, backend="cute",
-                        return_lse="lse" in how, return_stats="stats" in how, grad_weight_out=out, **kw,
-                    )  # fmt: skip
-                if how != "--no-grad":
-                    if "stats" in how:
-                        results = (results[0], *results[1][:3])
-                    results = results if isinstance(results, tuple) else (results,)
-                    torch.autograd.backward(results, [torch.ones(t.shape) for t in results])
-                words = f"{m}x{h}x{v} --reduction {reduction} --schedule {schedule} {chunks} {how} {' '.join(printed)}"
-                steps = dry(f"linear_cross_entropy {words}", gpu).steps
-                mine = [(s.kernel, s.problem, s.choice.config, s.sizes) for s in steps if s.choice is not None]
-                assert mine == launches, words
+    hows = ("", "--return-lse", "--return-stats", "--grad-weight-out", "--no-grad")
+    shapes = itertools.cycle([(300, 8, 700, "--chunk-size 128"), (40, 64, 1000, "")])  # in turn
+    for (how, schedule), (m, h, v, chunks) in zip(itertools.product(hows, SCHEDULES), shapes, strict=False):
+        x, w, target, kw = make(m, h, v, dtype, **options, reduction=reduction)
+        launches.clear()
+        out = torch.zeros(w.shape) if "out" in how else None
+        with torch.set_grad_enabled(how != "--no-grad"):
+            results = quackish.linear_cross_entropy(
+                x, w, target, schedule=schedule, chunk_size=128 if chunks else None, backend="cute",
+                return_lse="lse" in how, return_stats="stats" in how, grad_weight_out=out, **kw,
+            )  # fmt: skip
+        if how != "--no-grad":
+            if "stats" in how:
+                results = (results[0], *results[1][:3])
+            results = results if isinstance(results, tuple) else (results,)
+            torch.autograd.backward(results, [torch.ones(t.shape) for t in results])
+        words = f"{m}x{h}x{v} --reduction {reduction} --schedule {schedule} {chunks} {how} {' '.join(printed)}"
+        steps = dry(f"linear_cross_entropy {words}", gpu).steps
+        mine = [(s.kernel, s.problem, s.choice.config, s.sizes) for s in steps if s.choice is not None]
+        assert mine == launches, words
 
 
 @pytest.mark.parametrize("call", ["rms_norm 16384x4096", *(f"{HEADLINE} --schedule {s}" for s in SCHEDULES)])
