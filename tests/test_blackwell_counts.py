@@ -128,14 +128,19 @@ def test_tables_without_compiled_numbers_are_up_to_date(counts):
 
 
 @pytest.mark.exhaustive
-def test_the_table_of_epilogues_is_up_to_date(counts):
-    """Within 10 %: versions of the compiler differ a little."""
+def test_the_table_of_epilogues_is_up_to_date(counts, monkeypatch):
+    """Within 10 %: versions of the compiler differ a little. One row of each epilogue is compiled."""
     page = counts.PAGE.read_text(encoding="utf-8")
     table = re.search(r"<!-- begin epilogues: .*? -->\n(.*?)\n<!-- end epilogues -->", page, re.DOTALL)[1]
     kept = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    assert [row[0] for row in kept[2:]] == [one.title for one in counts.EPILOGUES]
+    compiled = {(one.kernel, one.problem.epilogue): one for one in counts.EPILOGUES}.values()
+    monkeypatch.setattr(counts, "EPILOGUES", compiled)
     made = list(counts.epilogue_rows())
-    assert [row[0] for row in made] == [row[0] for row in [kept[0], *kept[2:]]]
-    for row, before in zip(made[1:], kept[2:], strict=True):
+    assert made[0] == kept[0]
+    before_by_title = {row[0]: row for row in kept[2:]}
+    for row in made[1:]:
+        before = before_by_title[row[0]]
         for title, now, then in zip(made[0][1:], row[1:], before[1:], strict=True):
             now, then = (int(number.replace(",", "")) for number in (now, then))
             assert abs(now - then) <= 0.1 * then, (row[0], title, "run scripts/blackwell_counts.py")
