@@ -35,7 +35,7 @@ PATHS = [
 ]
 IN_EMULATOR = [pytest.param(f"kernels-{name}", marks=pytest.mark.exhaustive) for name in HOPPER + BLACKWELL]
 on_every_path = pytest.mark.parametrize("where", PATHS, indirect=True)
-on_every_path_and_emulator = pytest.mark.parametrize("where", PATHS + IN_EMULATOR[:2], indirect=True)
+on_every_path_and_emulator = pytest.mark.parametrize("where", PATHS + IN_EMULATOR[:1], indirect=True)
 
 
 class Where(NamedTuple):

@@ -332,8 +332,9 @@ def test_errors_in_the_emulator_are_within_the_bounds_of_a_gpu(name, setting):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("setting", [HOPPER[1], BLACKWELL[0]])
-@pytest.mark.parametrize("m, heads, n", [(9, 7, 257), (20, 6, 128), (3, 3, 16_384)])
+@pytest.mark.parametrize(
+    "m, heads, n, setting", [(9, 7, 257, BLACKWELL[0]), (20, 6, 128, HOPPER[1]), (3, 3, 16_384, BLACKWELL[0])]
+)
 def test_a_weight_per_head_in_the_emulator(m, heads, n, setting):
     x, r = (rows((m, heads, n), dtype, seed=seed) for seed, dtype in enumerate((BF16, FP32)))
     w, b = (weights(heads * n, dtype, seed=2).view(heads, n) for dtype in (BF16, FP32))
