@@ -18,7 +18,7 @@ from quackish.ops.kernel_for import Kernel
 from quackish.testing import assert_close_to_fp64, assert_deterministic
 from quackish.testing.errors import same_bits
 from tests import emulated_kernels
-from tests.emulator_cases import BLACKWELL, HOPPER, QUICK, emulated
+from tests.emulator_cases import BLACKWELL, HOPPER, emulated
 from tests.variants import check_compiles, one_per
 
 T, K, E, H, I = 40, 3, 5, 24, 16  # noqa: E741
@@ -182,8 +182,7 @@ def test_kernels_against_a_loop_over_tokens(launched):
     assert launched.count("token_rows") == 4 * launched.count("grouped_gemm") // 6
 
 
-@pytest.mark.exhaustive  # each kernel has emulated tests of its own
-@pytest.mark.parametrize("setting", [QUICK, HOPPER[1], BLACKWELL[0]])
+@pytest.mark.parametrize("setting", exhaustive_settings)  # each kernel has emulated tests of its own
 def test_a_loop_over_tokens_in_the_emulator(setting):
     inputs = make(torch.bfloat16)
     with unverified_kernels(), emulated(setting) as report:
@@ -287,11 +286,11 @@ def test_a_cuda_graph_with_other_choices():
 TOKEN_ROWS = [(24, 3), (64, 1), (2048, 8), (2880, 4), (4096, 19)]  # columns, rows per token
 
 
-@pytest.mark.parametrize(
-    "gpu, n, op",
-    one_per(lambda gpu, n, op: op, itertools.product((H200, B200), [n for n, _ in TOKEN_ROWS], ["copy", "sum"])),
-    ids=str,
-)
+TO_COMPILE = [*itertools.product([H200], [n for n, _ in TOKEN_ROWS], ["copy", "sum"])]
+TO_COMPILE += [(B200, 64, "copy"), (B200, 2880, "sum")]  # the same source
+
+
+@pytest.mark.parametrize("gpu, n, op", one_per(lambda gpu, n, op: op, TO_COMPILE), ids=str)
 def test_token_rows_compiles(gpu, n, op):
     problem = TokenRowsProblem(op, n, "bfloat16")
     config = token_rows_config(problem)
@@ -300,9 +299,15 @@ def test_token_rows_compiles(gpu, n, op):
     check_compiles("token_rows", problem, config, gpu)
 
 
-@pytest.mark.parametrize("where", [pytest.param("cuda", marks=pytest.mark.gpu), exhaustive_settings[0]])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("n, k", TOKEN_ROWS)
+def token_rows():
+    """(columns, rows per token, dtype, where): in the emulator, each number of columns in one dtype."""
+    for i, (n, k) in enumerate(TOKEN_ROWS):
+        dtypes = torch.bfloat16, torch.float16
+        yield from (pytest.param(n, k, dtype, "cuda", marks=pytest.mark.gpu) for dtype in dtypes)
+        yield pytest.param(n, k, dtypes[i % 2], *exhaustive_settings[0].values, marks=pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize("n, k, dtype, where", list(token_rows()))
 def test_token_rows_are_copied_and_summed_in_order(n, k, dtype, where):
     on_gpu = where == "cuda"
     device, m = ("cuda", 100) if on_gpu else ("cpu", 9)
