@@ -46,10 +46,16 @@ def kernels_on(setting, one_cta=False):
 
 
 def compiled():
-    """(kernel, problem, GPU). Every eighth problem of Hopper's kernels; both targets have the same sources."""
-    for i, problem in enumerate([p for p in problems() if not p.split_k_tail][::8]):
-        yield "lce_gemm", problem, (B200, B300)[i % 2]
-    for i, problem in enumerate([*UP, *DOWN_BACKWARD, *OTHERS][::5]):
+    """(kernel, problem, GPU). Some problems of Hopper's kernels; both targets have the same sources.
+
+    Of each epilogue of linear cross entropy, those with the most and the fewest options.
+    """
+    by_options = sorted((p for p in problems() if not p.split_k_tail), key=lambda p: sum(map(bool, vars(p).values())))
+    for ordered in by_options, by_options[::-1]:
+        last = {problem.epilogue: problem for problem in ordered}
+        for i, problem in enumerate(last.values()):
+            yield "lce_gemm", problem, (B200, B300)[i % 2]
+    for i, problem in enumerate([*UP, *DOWN_BACKWARD, *OTHERS][::7]):
         tile = ("256x256", "128x256")[i // 2 % 2]
         yield "grouped_gemm", dataclasses.replace(problem, cluster_tile=tile), (B200, B300)[i % 2]
 

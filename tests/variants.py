@@ -28,13 +28,24 @@ def one_per_epilogue(problems):
     return one_per(lambda problem: problem.epilogue, all_pairs((problem,) for problem in problems))
 
 
+# Values of these fields are compiled once per kernel, not with every value of the other fields.
+ALONE = {"n", "h", "dtype", "bias_dtype", "activation", "max_groups"}
+
+
 def all_pairs(cases):
     """Few of the cases (..., problem), which together have every pair of values that two fields of a case have.
 
-    Of cases with as many new pairs, the problem with more options comes first: it takes more registers.
+    Of fields in ALONE they have every value per kernel. Of cases with as many new pairs, the problem with more options
+    comes first: it takes more registers.
     """
+
+    def pairs_of_fields(case):
+        fields = [*enumerate(case[:-1]), *vars(case[-1]).items()]
+        yield from itertools.combinations([field for field in fields if field[0] not in ALONE], 2)
+        yield from ((case[:-1], field) for field in fields if field[0] in ALONE)
+
     pairs_of = {
-        case: set(itertools.combinations([*enumerate(case[:-1]), *vars(case[-1]).items()], 2))
+        case: set(pairs_of_fields(case))
         for case in sorted(cases, key=lambda case: -sum(map(bool, vars(case[-1]).values())))
     }
     missing = set().union(*pairs_of.values())
@@ -45,10 +56,13 @@ def all_pairs(cases):
 
 
 def on_gpus(cases):
-    """(*case, GPU): all cases on Hopper; every sixth on Blackwell, where sources and configs are the same."""
-    for i, case in enumerate(cases):
-        for gpu in (H200, B200) if i % 6 == 0 else (H200,):
-            yield *case, gpu
+    """(name, problem, GPU): all cases on Hopper; the first of each kernel on Blackwell, with the same source."""
+    on_blackwell = set()
+    for name, problem in cases:
+        yield name, problem, H200
+        if name not in on_blackwell:
+            yield name, problem, B200
+        on_blackwell.add(name)
 
 
 def check_compiles(name, problem, config, gpu, ctas_per_sm=1):
