@@ -72,18 +72,15 @@ def test_every_option(name, reduction, path):
 
 
 def in_emulator():
-    """(name, reduction, schedule, path): every schedule on Hopper, chunked and recompute on Blackwell.
-
-    test_kept_exp_logits stores exp_logits on Blackwell.
-    """
+    """(name, reduction, schedule, path): every schedule on Hopper, and on Blackwell with our GEMMs."""
     hopper, hopper_at_once, cublas, cublas_at_once = IN_EMULATOR
     late, at_once = ON_BLACKWELL  # the same launches as Hopper's, with other kernels
     yield "bias", "sum", "chunked", hopper
     yield "plain", "mean", "chunked", cublas
     for case in (
         ("all", "none", "stored", hopper), ("all", "mean", "recompute", hopper_at_once),
-        ("all", "none", "recompute", cublas_at_once), ("all", "sum", "recompute", late),
-        ("unsmoothed", "mean", "chunked", at_once),
+        ("all", "none", "recompute", cublas_at_once), ("bias", "mean", "stored", late),
+        ("all", "sum", "recompute", late), ("unsmoothed", "mean", "chunked", at_once),
     ):  # fmt: skip
         yield pytest.param(*case, marks=pytest.mark.exhaustive)
 
