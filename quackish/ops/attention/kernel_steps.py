@@ -106,7 +106,9 @@ class AttentionSteps:
             AttentionMaskProblem(by_vectors),
             MaskArgs(_broadcast(mask, by_vectors), start + layout.classes, *mask.shape),
         )
-        if not options.has_band:
+        if layout.tiles == (1, 1):  # such as many small windows
+            plan[: layout.classes].zero_()
+        elif not options.has_band:
             batches, heads = mask.shape[:2]
             args = OrderArgs(
                 Strided(start + layout.classes, *layout.of_classes), start, start + layout.of_keys, batches, heads,
