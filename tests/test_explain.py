@@ -471,6 +471,7 @@ def test_launches_of_attention(words, names):
     backward = () if names is None else ("attention_bwd_rows", "attention_bwd_keys", *names)
     if "--attn-mask" in words:
         assert steps.pop(0).sizes == dict(batches=3, heads=1, rows=200, columns=200)
+        assert steps.pop(0).sizes == dict(batches=3, heads=1, num_q=200, num_k=200)
     assert [step.kernel for step in steps] == ["attention_fwd", *backward]
     sizes = dict(batch=3, heads=4, group=1, num_q=200, num_k=200, d=40)
     assert all(sizes[name] == step.sizes[name] for step in steps for name in step.sizes if name in sizes)
