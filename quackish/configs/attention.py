@@ -363,6 +363,8 @@ def own_in_registers(problem: AttentionProblem, config: AttentionConfig) -> int:
 
     WGMMAs of their scores then read only the other tile from shared memory.
     """
+    if not (problem.bias_aligned and problem.mask_aligned):  # its values are loaded into these registers
+        return 0
     tiles = _OWN[_KIND[type(problem)]]
     free = REGISTERS[config.num_wgs][1] - _registers(problem, config) - 8 * tiles
     return min(tiles, max(0, free) // (problem.d // 4))
@@ -408,8 +410,9 @@ def attention_why_illegal(problem: AttentionProblem, config: AttentionConfig, gp
 TILES = {"forward": (128, 64), "queries": (128, 64), "product": (128, 64), "keys": (128, 64, 32), "bias": (128, 64)}
 
 
-# (tile, smallest number of stages), the best first. H200, bf16, B 4, H 16, L 2048, bias (B, H, L, L), median ms, before own
-# tiles were in registers. With them, (2, 64, 4) is still slower for dk and dv at d 64: 0.885 and 0.874 of a step on an H100.
+# (tile, smallest number of stages), the best first. H200, bf16, B 4, H 16, L 2048, bias (B, H, L, L), median ms, before
+# own tiles were in registers. With them, (2, 64, 4) is still slower for dk and dv at d 64: 0.885 and 0.874 ms of a step
+# on an H100.
 _PREFERRED = {
     # H100, minima: d 64: (2, 128, 3) 0.227, (2, 128, 2) 0.227, (2, 64, 4) 0.240;
     # d 128: (2, 128, 2) 0.285, (2, 64, 3) 0.302

@@ -56,8 +56,8 @@ class AttentionQueriesSm90(AttentionSm90):
         queries = self.own_pipeline(2)
         loaded = self.pipeline(c.num_stages, self.stage_bytes)
         pipeline.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
-        # The kernel for dk and dv, launched right before, waited for all that this one reads, and does not use dq. So
-        # CTAs start where CTAs of that kernel have ended, and wait for it at their end, for the kernel after this one.
+        # The kernel for dk and dv, launched right before, waited for all that this one reads. So CTAs start where CTAs
+        # of that kernel have ended, and wait for it before they write.
         cute.arch.fence_acq_rel_gpu()
 
         pipeline.pipeline_init_wait(cluster_shape_mn=(1, 1))
@@ -172,5 +172,6 @@ class AttentionQueriesSm90(AttentionSm90):
             own = self.release_own(queries, own)
             for v in cutlass.range_constexpr(cute.size(dq)):
                 dq[v] = dq[v] * s.scale
+            cute.arch.griddepcontrol_wait()
             self.write_queries(dq, args.dq, s, block)
         self.end_pingpong(wg)
