@@ -67,7 +67,7 @@ MASKS = {
 
 
 def orders_of(classes, num_q, num_k):
-    """Of tiles of queries and of keys, each of two blocks: those with most blocks that are not EMPTY come first."""
+    """The order of tiles of queries, and that of tiles of keys. A tile is two blocks; most work comes first."""
     used = (classes != EMPTY).expand(-1, -1, -(-num_q // BLOCK), -(-num_k // BLOCK)).flatten(0, 1)
     for blocks in (used, used.mT):
         work = torch.nn.functional.pad(blocks.sum(2), (0, blocks.shape[1] % 2)).unflatten(1, (-1, 2)).sum(2)

@@ -149,7 +149,7 @@ class AttentionMaskConfig:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionOrderProblem:
-    """The order in which tiles of queries and of keys start: those with most classified blocks first."""
+    """The order in which tiles of queries and of keys start: those with most blocks that are not EMPTY first."""
 
     @property
     def args(self) -> OrderArgs:

@@ -34,12 +34,12 @@ class AttentionOrder:
     @cute.jit
     def __call__(self, args: OrderArgs, stream: CUstream):
         parts = cute.ceil_div(cutlass.max(args.num_q, args.num_k), ORDERED * RANKED)
-        self.kernel(args, parts).launch(
+        self.kernel(args).launch(
             grid=[args.heads * args.batches, 2, parts], block=[self.config.threads, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
-    def kernel(self, args: OrderArgs, parts: Int32):
+    def kernel(self, args: OrderArgs):
         tid, _, _ = cute.arch.thread_idx()
         matrix, side, part = cute.arch.block_idx()
         smem = cutlass.memory.SmemAllocator()

@@ -106,9 +106,11 @@ class AttentionSteps:
             AttentionMaskProblem(by_vectors),
             MaskArgs(_broadcast(mask, by_vectors), start + layout.classes, *mask.shape),
         )
+        if options.has_band:
+            return plan
         if layout.tiles == (1, 1):  # such as many small windows
             plan[: layout.classes].zero_()
-        elif not options.has_band:
+        else:
             batches, heads = mask.shape[:2]
             args = OrderArgs(
                 Strided(start + layout.classes, *layout.of_classes), start, start + layout.of_keys, batches, heads,
@@ -227,7 +229,7 @@ class PlanLayout(NamedTuple):
     """Where the parts of a plan are, in bytes: the order of queries' tiles, that of keys' tiles, and classes.
 
     Orders are int32 (batches, heads, tiles), with the batches and heads of the mask. Classes are uint8 (batches, heads,
-    blocks of queries, blocks of keys), where 1 block is that of all queries or keys.
+    blocks of queries, blocks of keys): one block in a dimension in which the mask has size 1.
     """
 
     bytes: int
