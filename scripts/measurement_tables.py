@@ -381,7 +381,7 @@ ATTENTION = {"quackish": "quackish", "FlexAttention": "flex", "memory-efficient 
 def attention_ms(shape: str, data: str, names: Sequence[str]) -> Iterator[str]:
     where = dict(shape=shape, data=data, direction="forward+backward")
     for name in names:
-        yield ms(find("H100/scaled_dot_product_attention.csv", provider=name, **where))
+        yield ms(find("H200/scaled_dot_product_attention.csv", provider=name, **where))
 
 
 def attention_rows() -> Table:
