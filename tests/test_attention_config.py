@@ -100,7 +100,10 @@ def test_order_compiles_without_spills():
 
 def test_measured_configs():
     """The fastest of those that an H100 or H200 ran: benchmarks/results/H200/attention.md."""
-    for d, forward, keys, product in ((64, (128, 3), (128, 2), (128, 4)), (128, (128, 2), (64, 3), (128, 3))):
+    for d, forward, keys, product in (
+        (64, (128, 3, 2), (128, 2, 2), (128, 4)),
+        (128, (128, 2), (64, 3), (128, 3)),
+    ):
         fields = dict(dtype=BF16, d=d, bias_dtype=BF16)
         of = {
             AttentionForwardProblem(**fields): forward,
@@ -148,6 +151,8 @@ def test_every_problem_has_a_legal_config():
         (AttentionForwardProblem, (1, 128, 2), "num_wgs is 1; expected 2 or 3"),
         (AttentionForwardProblem, (2, 32, 2), "tile is 32; expected one of 128, 64"),
         (AttentionForwardProblem, (2, 64, 0), "num_stages is 0; expected at least 1"),
+        (AttentionForwardProblem, (2, 64, 2, 3), "own_stages is 3; expected 1 or 2"),
+        (AttentionBiasProblem, (2, 64, 2, 2), "own_stages is 2; expected 1: this kernel keeps no tiles"),
         (AttentionQueriesProblem, (2, 64, 1), "num_stages is 1; expected at least 2"),
         (AttentionForwardProblem, (3, 128, 2), "about 200 registers per thread, of 160; expected a"),
         (AttentionForwardProblem, (2, 128, 4), "expected fewer stages or a smaller tile"),

@@ -157,12 +157,13 @@ def _on_blackwell(smem_bytes: Callable) -> dict[str, tuple[Callable, Callable, f
 
 
 def _attention_configs(problem: AttentionProblem, base: AttentionConfig, gpu: Gpu) -> Iterator[AttentionConfig]:
-    for values in itertools.product(REGISTERS, {tile for tiles in TILES.values() for tile in tiles}, range(1, 7)):
+    tiles = {tile for tiles in TILES.values() for tile in tiles}
+    for values in itertools.product(REGISTERS, tiles, range(1, 7), (1, 2)):
         yield AttentionConfig(*values)
 
 
 def _same_merit(problem: AttentionProblem, config: AttentionConfig) -> float:
-    return 1.0  # all are tried: there are at most 24
+    return 1.0  # all are tried: there are at most 48
 
 
 # kernel -> GPU family -> (configs, merit, the smallest share of the analytical choice's merit that is worth a try)

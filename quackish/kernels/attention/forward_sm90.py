@@ -34,7 +34,7 @@ class AttentionForwardSm90(AttentionSm90):
         q_atom = self.load_atom(self.own, self.tensor(s.q, s.num_q, s.d, s.heads, s.batch))
         k_atom = self.load_atom(self.other, self.tensor(s.k, s.num_k, s.d, heads_k, s.batch))
         v_atom = self.load_atom(self.other, self.tensor(s.v, s.num_k, s.d, heads_k, s.batch))
-        layouts = [self.own.layout(self.config.num_wgs), self.other.layout(self.config.num_stages)]
+        layouts = [self.own.layout(self.num_own), self.other.layout(self.config.num_stages)]
         atoms = [q_atom, k_atom, v_atom]
         self.kernel(atoms, self.score_atoms(s), args, layouts, self.score_layouts()).launch(
             **self.launch_options(args, stream)
@@ -103,8 +103,8 @@ class AttentionForwardSm90(AttentionSm90):
         c, s = self.config, args.scores
         sQ, sK, sV, tiles, sWalk, sItems = shared
         pv_mma = self.mma_from_registers()
-        operands = self.own_operands(self.tile_k, [sQ], wg)
-        ((qk_mmas, rQ),) = operands
+        operands = self.own_operands(self.tile_k, [sQ])
+        qk_mmas = operands[0][0]
         rK = qk_mmas[0].make_fragment_B(qk_mmas[0].get_slice(0).partition_B(sK))
         rV = pv_mma.make_fragment_B(pv_mma.get_slice(0).partition_B(self.transposed(sV, c.num_stages)))
         x, o, p = self.accumulator(self.tile_k), self.accumulator(self.d), self.operand(self.tile_k)
@@ -116,7 +116,7 @@ class AttentionForwardSm90(AttentionSm90):
         self.start_pingpong(wg)
         for _ in cutlass.range(self.turns(args), unroll=1):
             item = self.own_item(args, sItems, queries, own)
-            self.load_own(operands, [sQ], wg, thread)
+            ((_, rQ),) = self.load_own(operands, [sQ], own.index, thread)
             block = Block(
                 item.head, item.tile * self.tile_q + wg * BLOCK, item.first * self.tile_k, BLOCK, self.tile_k, wg,
                 thread,

@@ -60,7 +60,7 @@ class AttentionKeysSm90(AttentionSm90):
         q_atom = self.load_atom(self.other, self.tensor(s.q, s.num_q, s.d, s.heads, s.batch))
         do_atom = self.load_atom(self.other, self.tensor(args.do, s.num_q, s.d, s.heads, s.batch))
         stats_atom = self.stats_atom(args.stats, args.stats_row, s)
-        layouts, dbias_atom = [self.own.layout(c.num_wgs), self.other.layout(c.num_stages)], None
+        layouts, dbias_atom = [self.own.layout(self.num_own), self.other.layout(c.num_stages)], None
         if const_expr(self.staged is not None):
             dbias_atom = self.store_atom(self.staged, self.tensor(args.dbias, s.num_q, s.num_k, s.heads, s.batch))
             layouts.append(self.staged.layout(c.num_wgs))
@@ -160,8 +160,7 @@ class AttentionKeysSm90(AttentionSm90):
         c, s = self.config, args.scores
         sK, sV, sQ, sDO, tiles, sDbias, sStats, sWalk, sItems = shared
         rows_mma = self.mma_from_registers()
-        operands = self.own_operands(self.tile_q, [sK, sV], wg)
-        of_k, of_v = operands
+        operands = self.own_operands(self.tile_q, [sK, sV])
         rQ, rDO = (
             mmas[0].make_fragment_B(mmas[0].get_slice(0).partition_B(t))
             for (mmas, _), t in zip(operands, (sQ, sDO), strict=True)
@@ -179,7 +178,7 @@ class AttentionKeysSm90(AttentionSm90):
         self.start_pingpong(wg)
         for _ in cutlass.range(self.turns(args), unroll=1):
             item = self.own_item(args, sItems, keys, own)
-            self.load_own(operands, [sK, sV], wg, thread)
+            of_k, of_v = self.load_own(operands, [sK, sV], own.index, thread)
             dk.fill(0.0)
             dv.fill(0.0)
             if const_expr(self.ahead):

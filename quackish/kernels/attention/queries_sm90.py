@@ -34,7 +34,7 @@ class AttentionQueriesSm90(AttentionSm90):
         do_atom = self.load_atom(self.own, self.tensor(args.do, s.num_q, s.d, s.heads, s.batch))
         k_atom = self.load_atom(self.other, self.tensor(s.k, s.num_k, s.d, heads_k, s.batch))
         v_atom = self.load_atom(self.other, self.tensor(s.v, s.num_k, s.d, heads_k, s.batch))
-        layouts = [self.own.layout(c.num_wgs), self.other.layout(c.num_stages)]
+        layouts = [self.own.layout(self.num_own), self.other.layout(c.num_stages)]
         atoms = [q_atom, do_atom, k_atom, v_atom]
         self.kernel(atoms, self.score_atoms(s), args, layouts, self.score_layouts()).launch(
             **self.launch_options(args, stream)
@@ -120,8 +120,7 @@ class AttentionQueriesSm90(AttentionSm90):
         c, s = self.config, args.scores
         sQ, sDO, sK, sV, tiles, sWalk, sItems = shared
         dq_mma = self.mma_from_registers()
-        operands = self.own_operands(self.tile_k, [sQ, sDO], wg)
-        of_q, of_do = operands
+        operands = self.own_operands(self.tile_k, [sQ, sDO])
         rK, rV = (
             mmas[0].make_fragment_B(mmas[0].get_slice(0).partition_B(t))
             for (mmas, _), t in zip(operands, (sK, sV), strict=True)
@@ -136,7 +135,7 @@ class AttentionQueriesSm90(AttentionSm90):
         self.start_pingpong(wg)
         for _ in cutlass.range(self.turns(args), unroll=1):
             item = self.own_item(args, sItems, queries, own)
-            self.load_own(operands, [sQ, sDO], wg, thread)
+            of_q, of_do = self.load_own(operands, [sQ, sDO], own.index, thread)
             head, q0 = item.head, item.tile * self.tile_q + wg * BLOCK
             block = Block(head, q0, Int32(0), BLOCK, self.tile_k, wg, thread)
             shift, delta = self.statistics(args, block)

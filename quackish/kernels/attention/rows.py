@@ -1,5 +1,6 @@
 """Backward of attention: per row, shift = log2(e) * lse and delta = sum of do * o, minus lse's gradient."""
 
+import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr
@@ -20,35 +21,48 @@ class AttentionRows:
 
     @cute.jit
     def __call__(self, args: RowsArgs, stream: CUstream):
-        tiles = cute.ceil_div(args.num_q, self.config.threads // self.config.lanes)
+        tiles = cute.ceil_div(args.num_q, self.config.threads // self.lanes(args) * self.config.rows_per_thread)
         self.kernel(args, tiles).launch(
             grid=[tiles * args.heads * args.batch, 1, 1], block=[self.config.threads, 1, 1], stream=stream, use_pdl=True
         )
 
+    @cute.jit
+    def lanes(self, args: RowsArgs) -> Int32:
+        """Lanes per row. Each has 8 columns."""
+        return Int32(8) if args.d <= 64 else Int32(16)
+
     @cute.kernel
     def kernel(self, args: RowsArgs, tiles: Int32):
-        lanes = self.config.lanes
+        lanes, rows_per_thread = self.lanes(args), self.config.rows_per_thread
         cta, _, _ = cute.arch.block_idx()
         tile, of_head = cta % tiles, Int64(cta // tiles)
         batch, head = cta // tiles // args.heads, cta // tiles % args.heads
         tid, _, _ = cute.arch.thread_idx()
-        row, column = tile * (self.config.threads // lanes) + tid // lanes, tid % lanes * 8
+        step = self.config.threads // lanes
+        first, column = tile * (step * rows_per_thread) + tid // lanes, tid % lanes * 8
         after_previous()
 
-        delta = Float32(0.0)
-        if (row < args.num_q) & (column < args.d):
-            o, do = (
-                vector_at(t.base, Int64(batch) * t.batch + Int64(head) * t.head + Int64(row) * t.row + column, 8)
-                .load().to(Float32)
-                for t in (args.o, args.do)
-            )  # fmt: skip
-            delta = (o * do).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-        delta = cute.arch.warp_reduction_sum(delta, threads_in_group=lanes)
-        if column == 0 and row < args.num_q:
-            heads = Int64(args.heads) * args.batch
-            lse = load_at(args.lse, of_head * args.num_q + row)
-            shift = Float32(0.0) if lse == -Float32.inf else lse * LOG2_E
-            if const_expr(args.dlse is not None):
-                delta = delta - load_at(args.dlse, of_head * args.num_q + row)
-            (args.stats + (of_head * args.stats_row + row)).store(shift)
-            (args.stats + ((heads + of_head) * args.stats_row + row)).store(delta)
+        # All of a thread's loads are in flight together. Rows past the end are read as the last one.
+        deltas = [Float32(0.0)] * rows_per_thread
+        if column < args.d:
+            vectors = []
+            for i in cutlass.range_constexpr(rows_per_thread):
+                row = Int64(cutlass.min(first + i * step, args.num_q - 1))
+                for t in (args.o, args.do):
+                    at = Int64(batch) * t.batch + Int64(head) * t.head + row * t.row + column
+                    vectors.append(vector_at(t.base, at, 8).load())
+            for i in cutlass.range_constexpr(rows_per_thread):
+                products = vectors[2 * i].to(Float32) * vectors[2 * i + 1].to(Float32)
+                deltas[i] = products.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+        heads = Int64(args.heads) * args.batch
+        for i in cutlass.range_constexpr(rows_per_thread):
+            row, delta = first + i * step, cute.arch.warp_reduction_sum(deltas[i], threads_in_group=8)
+            of_other_half = cute.arch.shuffle_sync_bfly(delta, offset=8)
+            delta = delta + (of_other_half if lanes == 16 else Float32(0.0))
+            if column == 0 and row < args.num_q:
+                lse = load_at(args.lse, of_head * args.num_q + row)
+                shift = Float32(0.0) if lse == -Float32.inf else lse * LOG2_E
+                if const_expr(args.dlse is not None):
+                    delta = delta - load_at(args.dlse, of_head * args.num_q + row)
+                (args.stats + (of_head * args.stats_row + row)).store(shift)
+                (args.stats + ((heads + of_head) * args.stats_row + row)).store(delta)
