@@ -407,7 +407,7 @@ def attention_why_illegal(problem: AttentionProblem, config: AttentionConfig, gp
     if smem > gpu.smem_bytes:
         return (
             f"num_stages is {config.num_stages}: {smem} bytes of shared memory, and {gpu.name} has {gpu.smem_bytes}; "
-            "expected fewer stages or a smaller tile"
+            f"expected fewer stages or a smaller tile{', or own_stages 1' if config.own_stages == 2 else ''}"
         )
     return None
 
@@ -438,8 +438,8 @@ _PREFERRED = {
 def attention_config(problem: AttentionProblem, gpu: Gpu) -> AttentionConfig:
     """Two consumer warp groups, as many stages as fit up to a limit, and a second stage of own tiles if it fits too."""
     kind = _KIND[type(problem)]
-    # 4 stages fit some kernels at d 128, but were not measured there. For dq, 3 leave room for a second stage of own
-    # tiles (H100, random half, d 64: 1.48 to 1.45 ms of a step).
+    # 4 stages fit some kernels at d 128, but were not measured there. For dq with a mask, 3 leave room for a second
+    # stage of own tiles (H100, random half, d 64: 1.48 to 1.45 ms of a step). Without a mask: not measured.
     most = 3 if problem.d == MAX_D or kind == "queries" else 4
     for tile, least in _PREFERRED[kind]:
         for stages in range(most, least - 1, -1):

@@ -163,7 +163,7 @@ def _attention_configs(problem: AttentionProblem, base: AttentionConfig, gpu: Gp
 
 
 def _same_merit(problem: AttentionProblem, config: AttentionConfig) -> float:
-    return 1.0  # all are tried: there are at most 48
+    return 1.0  # all are tried: there are at most 72
 
 
 # kernel -> GPU family -> (configs, merit, the smallest share of the analytical choice's merit that is worth a try)
