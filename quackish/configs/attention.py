@@ -439,7 +439,7 @@ def attention_config(problem: AttentionProblem, gpu: Gpu) -> AttentionConfig:
     """Two consumer warp groups, as many stages as fit up to a limit, and a second stage of own tiles if it fits too."""
     kind = _KIND[type(problem)]
     # 4 stages fit some kernels at d 128, but were not measured there. For dq with a mask, 3 leave room for a second
-    # stage of own tiles (H100, random half, d 64: 1.48 to 1.45 ms of a step). Without a mask: not measured.
+    # stage of own tiles (H100, random half, d 64: 1.48 to 1.45 ms of a step). With neither bias nor mask: not measured.
     most = 3 if problem.d == MAX_D or kind == "queries" else 4
     for tile, least in _PREFERRED[kind]:
         for stages in range(most, least - 1, -1):
