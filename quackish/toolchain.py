@@ -16,12 +16,14 @@ from typing import NamedTuple
 from quackish._version import __version__
 from quackish.errors import UnsupportedError
 
-# Version ranges as in pyproject.toml: at least, and less than.
+# Versions that quackish runs with: at least, and less than.
 SUPPORTED = {
     "torch": ("2.9", None),
     "nvidia-cutlass-dsl": ("4.8.0", "4.9"),
     "apache-tvm-ffi": ("0.1.15", "0.2"),
 }
+# Versions that pyproject.toml asks for. PyTorch 2.15 turns its own CuTe kernels off with newer compilers than 4.8.0.
+REQUIRED = SUPPORTED | {"nvidia-cutlass-dsl": ("4.8.0", "4.8.1")}
 _RUNTIME = "libcute_dsl_runtime.so"
 
 
@@ -88,8 +90,8 @@ def driver_cuda() -> tuple[int, int] | None:
 
 
 def install(distribution: str) -> str:
-    """The command that installs a supported version."""
-    minimum, below = SUPPORTED[distribution]
+    """The command that installs the version of pyproject.toml."""
+    minimum, below = REQUIRED[distribution]
     return f"`pip install '{distribution}>={minimum}" + f",<{below}" * bool(below) + "'`"
 
 

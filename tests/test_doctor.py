@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.version import Version
 
 from quackish import toolchain, variables
 from quackish.__main__ import main
@@ -105,11 +106,26 @@ def test_unsupported_versions():
     assert run_section(doctor.check_versions, fine | {"nvidia-cutlass-dsl": "4.8.0"}, True) == ([], [])
     for dsl in ("4.7.1", "4.9.0", "5.0"):
         other = fine | {"nvidia-cutlass-dsl": dsl}
-        assert "`pip install 'nvidia-cutlass-dsl>=4.8.0,<4.9'`." in only_problem(doctor.check_versions, other, True)
+        assert "`pip install 'nvidia-cutlass-dsl>=4.8.0,<4.8.1'`." in only_problem(doctor.check_versions, other, True)
         assert run_section(doctor.check_versions, other, False) == ([], [])  # no kernels would run
     required = (Path(__file__).parents[1] / "pyproject.toml").read_text()
-    for name, (least, below) in toolchain.SUPPORTED.items():
-        assert f'"{name}>={least}' + f",<{below}" * bool(below) in required
+    for name, (least, below) in toolchain.REQUIRED.items():
+        assert f'"{name}>={least}' + f",<{below}" * bool(below) + ('"' if not below else "") in required
+
+
+def test_pip_installs_a_compiler_that_torch_accepts():
+    """Fails when PyTorch accepts another compiler that quackish runs with: then pyproject.toml has to follow."""
+    native = pytest.importorskip("torch._native.cutedsl_utils", reason="PyTorch 2.15 is the first with CuTe kernels")
+    of_torch = {Version(str(number)) for number in native._CUTEDSL_REQUIRED_VERSIONS}
+
+    def within(versions: dict) -> set[Version]:
+        least, below = map(Version, versions[doctor.DSL])
+        return {number for number in of_torch if least <= number < below}
+
+    accepted = within(toolchain.REQUIRED)
+    assert accepted == within(toolchain.SUPPORTED)
+    newest = max(accepted)
+    assert Version(toolchain.REQUIRED[doctor.DSL][1]) <= Version(f"{newest.major}.{newest.minor}.{newest.micro + 1}")
 
 
 def test_parts_of_the_compiler_in_different_versions(monkeypatch):
