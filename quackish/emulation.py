@@ -14,6 +14,7 @@ from quackish.errors import UnsupportedError, describe, did_you_mean
 from quackish.gpu import NAMED, Gpu
 from quackish.launch import cache, notice, objects
 from quackish.launch.compile import Request, compile_kernel, lock
+from quackish.once import once
 from quackish.ops.device import Device, empty_on, substitute
 from quackish.ops.kernel_for import Kernel, request_for
 from quackish.ops.workspace import NUM_TICKETS
@@ -124,12 +125,18 @@ def _stream() -> int:
 # Compiled kernels ----------------------------------------------------------------------------------------------------
 
 
-@functools.cache
+_loaded: dict[tuple[Request, Gpu, str], Callable[..., None]] = {}
+
+
 def load(request: Request, gpu: Gpu, name: str) -> Callable[..., None]:
     """The kernel as a function that runs on the CPU; from memory, from the cache of kernels, or compiled.
 
     name: of the kernel, in reports
     """
+    return once(_loaded, (request, gpu, name), _load, request, gpu, name)
+
+
+def _load(request: Request, gpu: Gpu, name: str) -> Callable[..., None]:
     emulator = _import_emulator()
     with lock:
         return emulator.Kernel(_obtain(request), gpu, name)

@@ -2,6 +2,7 @@
 
 import difflib
 import sys
+import threading
 import warnings
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -59,6 +60,7 @@ def refuse_unknown(who: str, options: Iterable[str], known: Collection[str]) -> 
 
 
 _warned: set[str] = set()
+_lock = threading.Lock()
 
 
 def warn_once(reason: str, category: type[Warning] = PortablePathWarning) -> None:
@@ -66,8 +68,10 @@ def warn_once(reason: str, category: type[Warning] = PortablePathWarning) -> Non
 
     Do not call it in code that torch.compile traces: tracing it fails.
     """
-    if reason not in _warned:
+    with _lock:
+        is_new = reason not in _warned
         _warned.add(reason)
+    if is_new:
         level, frame = 2, sys._getframe(1)
         skipped = ("quackish", "torch", "")  # graphs that torch.fx generates have no __name__
         while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in skipped:

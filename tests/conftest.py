@@ -87,9 +87,9 @@ def source_lines(monkeypatch):
     from quackish import emulation
 
     monkeypatch.setattr(emulation, "_OPTIONS", "--keep-ptx --generate-line-info")
-    emulation.load.cache_clear()
+    emulation._loaded.clear()
     yield
-    emulation.load.cache_clear()
+    emulation._loaded.clear()
 
 
 @pytest.fixture

@@ -283,7 +283,7 @@ def test_numpy_is_named_if_it_is_missing(monkeypatch, capsys):
 
 
 def test_a_missing_compiler_is_one_line(monkeypatch, capsys):
-    emulation.load.cache_clear()
+    emulation._loaded.clear()
     host._shim.cache_clear()
     monkeypatch.setenv("PATH", "/nowhere")
     with (

@@ -27,6 +27,7 @@ LAYERS = {
     "errors": Layer(),
     "variables": Layer(quackish="errors"),
     "files": Layer(),
+    "once": Layer(),
     "console": Layer(),
     "program": Layer(),
     "argument_types": Layer(quackish="errors"),
@@ -36,23 +37,23 @@ LAYERS = {
     "toolchain": Layer(quackish="_version errors"),
     "configs": Layer(quackish="errors files gpu toolchain variables", lazy="platformdirs"),
     "reference": Layer(outside="torch"),
-    "kernels": Layer(quackish="errors gpu configs", outside="cutlass cuda"),
+    "kernels": Layer(quackish="errors gpu configs once", outside="cutlass cuda"),
     "launch": Layer(
         quackish="_version errors variables files gpu toolchain configs",
         outside="torch platformdirs",
         lazy="cutlass cuda tvm_ffi",
     ),
     "ops": Layer(
-        quackish="errors gpu toolchain configs reference launch kernels types",
+        quackish="errors gpu once toolchain configs reference launch kernels types",
         outside="torch typing_extensions",
     ),
     "testing": Layer(
         quackish="errors gpu configs reference launch kernels ops", outside="torch", lazy="cutlass tvm_ffi triton"
     ),
     "integrations": Layer(
-        quackish="errors parallel types", outside="megatron torch torchtitan transformers trl typing_extensions"
+        quackish="errors once parallel types", outside="megatron torch torchtitan transformers trl typing_extensions"
     ),
-    "emulation": Layer(quackish="errors gpu launch ops", outside="torch", lazy="emulator"),
+    "emulation": Layer(quackish="errors gpu launch once ops", outside="torch", lazy="emulator"),
     "work": Layer(quackish="errors gpu configs kernels"),
     "profiling": Layer(quackish="console errors gpu configs kernels launch work", outside="torch"),
     "operations": Layer(quackish="argument_types errors ops reference testing types work", outside="torch"),

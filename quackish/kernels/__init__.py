@@ -1,11 +1,11 @@
 """The table of kernels and the GPU families that each supports. Classes are imported on first use."""
 
-import functools
 import importlib
 from typing import Any
 
 from quackish.errors import UnsupportedError
 from quackish.gpu import FAMILIES, Gpu
+from quackish.once import once
 
 
 def _on_all(path: str) -> dict[str, str]:
@@ -82,7 +82,7 @@ class KernelClass:
         return f"<{self.__module__}.{self.__name__}>"
 
 
-_class = functools.cache(KernelClass)
+_classes: dict[tuple[str, str], KernelClass] = {}
 
 
 def find(name: str, gpu: Gpu, unverified: bool | None = None) -> KernelClass:
@@ -101,4 +101,4 @@ def find(name: str, gpu: Gpu, unverified: bool | None = None) -> KernelClass:
     if is_unverified(name, gpu) and not (allow_unverified if unverified is None else unverified):
         raise UnsupportedError(f"{op}: no kernel that a {gpu.name} ({gpu.family}) has run. {WHY_UNVERIFIED}")
     module, _, cls = paths[gpu.family].partition(":")
-    return _class(f"{__name__}.{module}", cls)
+    return once(_classes, (module, cls), KernelClass, f"{__name__}.{module}", cls)

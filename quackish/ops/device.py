@@ -19,6 +19,7 @@ from quackish import kernels, launch, toolchain
 from quackish.configs import choose
 from quackish.errors import UnsupportedError, check_bool, warn_once
 from quackish.gpu import Gpu, gpu_of
+from quackish.once import once
 from quackish.ops import cuda, workspace
 from quackish.ops.kernel_for import KernelFor, kernel_for
 from quackish.ops.modes import is_compiling
@@ -77,19 +78,20 @@ class Device:
         return self.empty((rows, columns), (columns, 1), dtype)
 
 
-@functools.cache  # cleared when `kernels.allow_unverified` changes
-def _find(device: torch.device) -> Device | str:
-    return _create(device, kernels.allow_unverified)
+_devices: dict[tuple[torch.device, bool], Device | str] = {}
 
 
-@functools.cache
+def _find(device: torch.device, unverified: bool) -> Device | str:
+    return once(_devices, (device, unverified), _create, device, unverified)
+
+
 def _create(device: torch.device, unverified: bool) -> Device | str:
     """A GPU with unverified kernels has two Devices, one for each setting; other GPUs have one for both."""
     if device.type != "cuda" or torch.version.hip:  # ROCm's devices are "cuda" too
         return f"no kernel for {'AMD GPUs' if device.type == 'cuda' else f'{device.type} tensors'}."
     gpu = gpu_of(device.index)
     if unverified and not kernels.has_unverified(gpu):
-        return _create(device, False)
+        return _find(device, False)
     if gpu.family in kernels.FAMILIES:  # otherwise a compiler would not help
         try:
             toolchain.find()
@@ -113,7 +115,7 @@ def device_of(device: torch.device) -> Device | str:
     for where, *substitutes in _substitutes:
         if where == device or (where.index is None and where.type == device.type):
             return substitutes[kernels.allow_unverified]
-    return _find(device)
+    return _find(device, kernels.allow_unverified)
 
 
 def why_unsupported(op: str, kernel: str, device: torch.device) -> str:
@@ -268,7 +270,6 @@ def use_unverified_kernels(enabled: bool) -> None:
     check_bool("use_unverified_kernels", enabled=enabled)
     with choose.changing():
         kernels.allow_unverified = enabled
-        _find.cache_clear()
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from torch import Tensor
 from quackish.configs import choose
 from quackish.configs.rms_norm import ITEMSIZE, MAX_M, RmsNormBwdProblem, RmsNormFwdProblem
 from quackish.errors import UnsupportedError
+from quackish.once import once
 from quackish.ops import cuda
 from quackish.ops.device import Device, device_of, report_portable
 from quackish.ops.modes import are_plain, check_memory
@@ -46,8 +47,7 @@ def plan_for(kind: "type[Plan]", tensors: tuple, options: tuple) -> "Plan | None
         return None
     if len(_plans) >= _MAX_PLANS:
         _plans.clear()
-    plan = _plans[key] = kind(*tensors, *options)
-    return plan
+    return once(_plans, key, kind, *tensors, *options)
 
 
 # Plans --------------------------------------------------------------------------------------------------------------

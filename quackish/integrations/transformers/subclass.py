@@ -7,10 +7,12 @@ are cached, so that compiled code sees few classes.
 import functools
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
 from quackish.errors import PortablePathWarning
+from quackish.once import once
 
 
 def subclass(base: type, forward: Callable, made_by: tuple, **attributes) -> type:
@@ -19,7 +21,13 @@ def subclass(base: type, forward: Callable, made_by: tuple, **attributes) -> typ
     made_by: the function that makes this class, and its arguments. They are pickled instead of the class, which pickle
     cannot find by its name.
     """
+    return once(_classes, made_by, _new_subclass, base, forward, made_by, attributes)
 
+
+_classes: dict[tuple, type] = {}
+
+
+def _new_subclass(base: type, forward: Callable, made_by: tuple, attributes: dict[str, Any]) -> type:
     @functools.wraps(base.__init__)
     def __init__(self, *args, **kwargs):  # type(model)(config) runs it; copies and pickles do not
         if type(self) is patched:

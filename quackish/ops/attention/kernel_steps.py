@@ -39,6 +39,7 @@ from quackish.configs.attention import (
     Strided,
     bias_parts,
 )
+from quackish.once import once
 from quackish.ops.cuda import address, dtype_name, name_of
 from quackish.ops.device import Device
 from quackish.reference.attention import Inputs, Options, strides_like
@@ -216,10 +217,7 @@ def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def steps_of(device: Device) -> AttentionSteps:
     """The steps that the calls on a device share."""
-    steps = device.cache.get("attention")
-    if steps is None:
-        steps = device.cache["attention"] = AttentionSteps(device)
-    return steps
+    return once(device.cache, "attention", AttentionSteps, device)
 
 
 # The plan of a mask ---------------------------------------------------------------------------------------------------

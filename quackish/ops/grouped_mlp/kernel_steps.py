@@ -27,6 +27,7 @@ from quackish.configs.grouped_gemm import (
     max_groups_for,
 )
 from quackish.configs.token_rows import TokenRowsProblem
+from quackish.once import once
 from quackish.ops import cuda
 from quackish.ops.cuda import address
 from quackish.ops.device import Device
@@ -196,10 +197,7 @@ class KernelSteps:
 
 def steps_of(device: Device) -> KernelSteps:
     """The steps that the calls on a device share."""
-    steps = device.cache.get("grouped_mlp")
-    if steps is None:
-        steps = device.cache["grouped_mlp"] = KernelSteps(device)
-    return steps
+    return once(device.cache, "grouped_mlp", KernelSteps, device)
 
 
 # Operands -------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from quackish.configs import choose
 from quackish.configs.linear_cross_entropy import config_of
 from quackish.errors import UnsupportedError, check_bool
+from quackish.once import once
 from quackish.ops.arguments import check_sizes, check_tensor
 from quackish.ops.buffers import check_buffer
 from quackish.ops.device import expects_kernels, refuse_portable, report_portable, why_unsupported
@@ -275,14 +276,18 @@ def plan_for(inputs: Inputs, options: Options) -> tuple[Plan, RowKernels | None]
     except (AttributeError, TypeError, ValueError):  # neither tensor nor number, or not hashable: make_plan raises
         key, found = None, None
     if found is None:
-        plan, kernels = make_plan(inputs, options, eager=True), None
-        if plan.why_portable is None:
-            kernels = autograd.kernels_on(inputs.input.device)
-            prepare(inputs, plan, kernels.device)
         if len(_plans) >= _MAX_PLANS:
             _plans.clear()
-        found = _plans[key] = plan, kernels
+        found = once(_plans, key, _new_plan, inputs, options)
     return found
+
+
+def _new_plan(inputs: Inputs, options: Options) -> tuple[Plan, RowKernels | None]:
+    plan, kernels = make_plan(inputs, options, eager=True), None
+    if plan.why_portable is None:
+        kernels = autograd.kernels_on(inputs.input.device)
+        prepare(inputs, plan, kernels.device)
+    return plan, kernels
 
 
 def key_of(inputs: Inputs, options: Options) -> tuple:

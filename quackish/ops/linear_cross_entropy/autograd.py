@@ -13,6 +13,7 @@ from quackish import kernels as kernel_table
 from quackish.configs.arguments import by_name
 from quackish.configs.gemm import NUM_TICKETS
 from quackish.errors import UnsupportedError
+from quackish.once import once
 from quackish.ops.cuda import dtype_of
 from quackish.ops.device import Device, check_same_device, device_of, require_device, warn_unverified
 from quackish.ops.linear_cross_entropy import schedules
@@ -51,10 +52,7 @@ def make_kernels(device: Device, loop: Loop = iter) -> LceKernels | CublasKernel
 
 def kernels_of(device: Device) -> LceKernels | CublasKernels:
     """The kernels that the calls on a device share."""
-    kernels = device.cache.get("linear_cross_entropy")
-    if kernels is None:
-        kernels = device.cache["linear_cross_entropy"] = make_kernels(device)
-    return kernels
+    return once(device.cache, "linear_cross_entropy", make_kernels, device)
 
 
 def kernels_on(device: torch.device) -> LceKernels | CublasKernels:
