@@ -17,7 +17,7 @@ if TYPE_CHECKING or not _defers:
     from quackish.emulation import emulate
     from quackish.errors import PortablePathWarning, UnsupportedError
     from quackish.ops.attention import scaled_dot_product_attention
-    from quackish.ops.device import use_unverified_kernels
+    from quackish.ops.device import use_kernels
     from quackish.ops.grouped_mlp import grouped_mlp, grouped_mm, moe_mlp
     from quackish.ops.linear_cross_entropy import LinearCrossEntropyLoss, LinearCrossEntropyStats, linear_cross_entropy
     from quackish.ops.rms_norm import RMSNorm, rms_norm, rms_norm_backward, rms_norm_forward
@@ -41,7 +41,7 @@ __all__ = [
     "rms_norm_backward",
     "rms_norm_forward",
     "scaled_dot_product_attention",
-    "use_unverified_kernels",
+    "use_kernels",
 ]
 _MODULES = "emulator", "integrations", "parallel", "testing", "types"  # public too, and loaded when they are used
 

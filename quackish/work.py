@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from quackish import kernels
-from quackish.configs import attention, gemm, grouped_gemm, lce_cublas, lce_rows, rms_norm, token_rows
+from quackish.configs import attention, gemm, grouped_gemm, lce_rows, rms_norm, token_rows
 from quackish.gpu import Roofs
 
 LAUNCH_US = 2.0  # about the time of an empty kernel; not measured per GPU
@@ -164,29 +164,11 @@ def _lce_bias(p: lce_rows.LceBiasProblem, s: Sizes) -> Work:
 
 def _lce_scatter(p: lce_rows.LceScatterProblem, s: Sizes) -> Work:
     elements = s["rows"] * p.h
-    return Work(elements * 4, elements * _bytes(p.dx_dtype), elements * p.row_scale)
+    return Work(elements * 4, elements * _bytes(p.dx_dtype), 0)
 
 
 def _lce_scale(p: lce_rows.LceScaleProblem, s: Sizes) -> Work:
     return _returns_at_once("returns at once if grad_output is 1; otherwise it reads and writes the gradients")
-
-
-def _lce_exp(p: lce_cublas.LceExpProblem, s: Sizes) -> Work:
-    rows, n = s["rows"], s["n"]
-    written = rows * n * _bytes(p.out_dtype)
-    if p.kind == "softmax":
-        # sums and shifts per row and tile
-        written += rows * 2 * _ceil_div(n, lce_cublas.TILE_N) * 4 * (1 + p.smoothing + p.return_stats)
-    return Work(rows * n * 4, written, 3 * rows * n)
-
-
-def _lce_rescale(p: lce_cublas.LceRescaleProblem, s: Sizes) -> Work:
-    sums = s["rows"] * _ceil_div(s["n"], lce_cublas.TILE_N) * 4
-    return Work(sums, sums, 0, "also reads and writes exp_logits of flagged rows")
-
-
-def _lce_clear(p: lce_cublas.LceClearProblem, s: Sizes) -> Work:
-    return _returns_at_once("writes the ignored rows, if any")
 
 
 def _attention(p: attention.AttentionProblem, s: Sizes, matmuls: int, rows: int) -> Work:
@@ -301,9 +283,6 @@ KERNELS = {
     "lce_bias": Kernel(("rows", "n"), _lce_bias),
     "lce_scatter": Kernel(("rows",), _lce_scatter),
     "lce_scale": Kernel(("n", "n2"), _lce_scale),
-    "lce_exp": Kernel(("rows", "n"), _lce_exp),
-    "lce_rescale": Kernel(("rows", "n"), _lce_rescale),
-    "lce_clear": Kernel(("rows",), _lce_clear),
 }
 _NAMES = {  # {class: name}
     path.rpartition(":")[2]: name for name, paths in kernels.TABLE.items() for path in paths.values()

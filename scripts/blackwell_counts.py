@@ -153,7 +153,7 @@ def epilogue_rows() -> Iterator[list[str]]:
     ]
     for one in EPILOGUES:
         config = analytical(one.kernel, one.problem, B200).config
-        kernel = kernels.find(one.kernel, B200, unverified=True)
+        kernel = kernels.find(one.kernel, B200)
         used, code = disassemble(kernel, one.problem, config, B200.target)
         paths = epilogue_paths(code, config.tile_n)
         usual = getattr(paths, one.usual)
@@ -207,7 +207,7 @@ def tiling(config: GemmConfig | GemmSm100Config, sizes: dict[str, int], gpu: Gpu
 def steps_of(words: str, gpu: Gpu) -> DryRun:
     parser = Parser()
     operations.add_arguments(parser)
-    return operations.dry_run_call(parser.parse_args([*words.split(), "--unverified"]), gpu)
+    return operations.dry_run_call(parser.parse_args(words.split()), gpu)
 
 
 def headline_rows() -> Iterator[list[str]]:

@@ -89,11 +89,6 @@ def unsupported():
 KERNELS = {one.__name__: one for one in (right, wrong, drifts, raises, fails_later, faults, exits, hangs, unsupported)}
 
 
-def unverified(args, backend):
-    """Right with unverified kernels only."""
-    return {"y": 2 * args["x"] if backend == "reference" or quackish.kernels.allow_unverified else args["x"]}
-
-
 def emulated(args, backend):
     """Forward and backward of a norm, in the emulator: the compiled kernels."""
     if backend == "reference":
@@ -112,4 +107,4 @@ def load(name):
     if name == "emulated":
         operation = quackish.operations.RMS_NORM
         return Case(lambda device: operation.arguments((5, 64), torch.bfloat16, device), emulated, "rms_norm_fwd")
-    return Case(make, unverified if name == "unverified" else call_of(KERNELS[name]), "rms_norm_fwd")
+    return Case(make, call_of(KERNELS[name]), "rms_norm_fwd")

@@ -112,15 +112,12 @@ def poisoned(monkeypatch):
 
 
 @pytest.fixture
-def path(request, monkeypatch, limits, poisoned):
+def path(request, poisoned):
     """Makes linear_cross_entropy use one of lce_cases.PATHS, or run its kernels in the emulator: "kernels-h200/late/0".
 
     On "cpu", PyTorch code replaces the kernels.
     """
-    from quackish.configs import lce_cublas
-    from quackish.ops.device import device_of, substitute, unverified_kernels, why_unsupported
-    from quackish.ops.linear_cross_entropy import cublas
-    from quackish.ops.linear_cross_entropy.launches import LceKernels
+    from quackish.ops.device import device_of, substitute, why_unsupported
     from tests import emulated_kernels as emulated
     from tests.emulator_cases import emulated as in_emulator
     from tests.emulator_cases import is_emulator
@@ -131,29 +128,22 @@ def path(request, monkeypatch, limits, poisoned):
     if kind == "portable":
         yield Path(torch.device(device))
         return
-    if kind == "cublas":  # exp_logits in two blocks, GEMM results in several
-        limits(SHARED_FROM=0)
-        monkeypatch.setattr(lce_cublas, "PRODUCT_BYTES", 1 << 19)
     with contextlib.ExitStack() as stack:
         where = torch.device("cpu")
         if device == "cuda":
             where = torch.device("cuda", torch.cuda.current_device())
-            if reason := why_unsupported("linear_cross_entropy", "lce_rows", where):
+            if reason := why_unsupported("linear_cross_entropy", "lce_gemm", where):
                 pytest.skip(reason)
             on = dataclasses.replace(device_of(where), cache={})
         elif is_emulator(device):
-            stack.enter_context(unverified_kernels(kind == "kernels"))
             stack.enter_context(in_emulator(device))
             on = device_of(where)
         else:
             on = emulated.device()
-        k = emulated.counted(on, cublas.CublasKernels if kind == "cublas" else LceKernels)
+        k = emulated.counted(on)
         stack.enter_context(substitute(where, on))
-        how = dict(is_small=is_emulator(device), approximates=device != "cpu")
-        if kind == "cublas":
-            yield Path(where, k, close=1e-4, is_cublas=True, **how)
-        else:
-            yield Path(where, k, close=2e-6 if device == "cpu" else 1e-5, **how)
+        close = 2e-6 if device == "cpu" else 1e-5
+        yield Path(where, k, close=close, is_small=is_emulator(device), approximates=device != "cpu")
 
 
 @pytest.fixture
@@ -227,7 +217,7 @@ def norm_anywhere(request):
 def where(request, poisoned):
     """Makes grouped_mlp use the path that a test's `on_every_path` names, or run its kernel in the emulator."""
     from quackish.gpu import H200
-    from quackish.ops.device import Device, substitute, unverified_kernels, why_unsupported
+    from quackish.ops.device import Device, substitute, why_unsupported
     from tests import emulated_kernels
     from tests.emulator_cases import emulated, is_emulator
     from tests.grouped_mlp_cases import BF16, FEW, FP16, FP64, Where
@@ -241,7 +231,7 @@ def where(request, poisoned):
             yield Where(device, "cute", (BF16, FP16))
         return
     if is_emulator(device):
-        with unverified_kernels(), emulated(device):
+        with emulated(device):
             yield Where("cpu", "cute", (BF16,), FEW[device.split("/")[0]])
         return
     if reason := why_unsupported("grouped_mlp", "grouped_gemm", torch.device("cuda", torch.cuda.current_device())):

@@ -21,7 +21,6 @@ from quackish.configs.arguments import Ptr
 from quackish.configs.choose import choose
 from quackish.configs.gemm import NUM_TICKETS
 from quackish.configs.grouped_gemm import DSCALES_COLUMNS
-from quackish.configs.lce_cublas import TILE_N
 from quackish.configs.lce_rows import NO_SLOT, ROW_TILE
 from quackish.configs.row_state import RowStateParts
 from quackish.gpu import H200
@@ -46,9 +45,9 @@ def lce_kernels():
     return LceKernels(device())
 
 
-def counted(on, kind=LceKernels):
-    """Makes linear_cross_entropy use kernels of this class on a Device, and counts their launches."""
-    on.cache["linear_cross_entropy"] = k = Counted(kind(on))
+def counted(on):
+    """Counts the launches of linear_cross_entropy on a Device."""
+    on.cache["linear_cross_entropy"] = k = Counted(LceKernels(on))
     return k
 
 
@@ -380,8 +379,6 @@ def scatter(p, a):
     a = with_row_state(a, a.start)
     live, _ = live_rows(a.state.num_live, a.start, a.rows)
     acc = memory(a.acc, FP32, (a.rows, p.h))[:live]
-    if p.row_scale:
-        acc = acc * memory(a.state.row_scale, FP32, (a.rows,))[:live, None]
     r = memory(a.state.order, I32, (a.start + a.rows,))[a.start :][:live].long()
     if live:
         memory(a.dx, dtype_of(p.dx_dtype), (int(r.max()) + 1, p.h))[r] = acc.to(dtype_of(p.dx_dtype))
@@ -516,94 +513,6 @@ def store_epilogue(p, acc, a, D, live, start, m, n):
 EPILOGUES = dict(softmax=softmax_epilogue, dlogits=dlogits_epilogue, rows=rows_epilogue, store=store_epilogue)
 
 
-# Around cuBLAS's GEMMs ------------------------------------------------------------------------------------------------
-
-
-def exp(p, a):
-    assert a.z_stride % TILE_N == a.first % TILE_N == 0
-    rows, n, e, columns = a.rows, a.n, a.epilogue, slice(a.first, a.first + a.n)
-    first_class = a.first + (e.v0 if p.kind == "dlogits" else 0)
-    logit_scale = logit_scale_of(e)
-    live, _ = live_rows(a.num_live, a.start, rows)
-    z = memory(a.z, FP32, (rows, n), (a.z_stride, 1))[:live].clone()
-    if e.bias is not None:
-        z += memory(e.bias, dtype_of(p.bias_dtype), (columns.stop,)).float()[columns]
-    z, d = with_softcap(p, z, e.softcap)
-    weight = torch.ones(n)
-    if e.class_weight is not None:
-        weight = memory(e.class_weight, FP32, (first_class + n,))[first_class:]
-    target = memory(e.slot_target, I32, (rows,))[:live, None].long() - first_class
-    out = torch.zeros(rows, n)
-    if p.kind == "softmax":
-        row_shift, target_logit = (memory(t, FP32, (rows,)) for t in (e.row_shift, e.target_logit))
-        row_max_bits = memory(e.row_max_bits, I32, (rows,))
-        flags = memory(e.flags, I32, (1 + -(-rows // ROW_TILE),))
-        part_sum, part_wsum = (memory(t, FP32, (rows, e.tiles)) for t in (e.part_sum, e.part_wsum))
-        for c in range(0, n, TILE_N):
-            part, tile = z[:, c : c + TILE_N], (a.first + c) // TILE_N
-            tile_max = torch.where(part.isnan(), -torch.inf, part).amax(1)
-            above = logit_scale * tile_max > logit_scale * row_shift[:live] + HEADROOM
-            shift = torch.where(above, tile_max, row_shift[:live])
-            out[:live, c : c + TILE_N] = torch.exp(logit_scale * (part - shift[:, None]))
-            part_sum[:live, tile] = out[:live, c : c + TILE_N].sum(1)
-            part_sum[:live, e.tiles // 2 + tile] = shift
-            if part_wsum is not None:
-                part_wsum[:live, tile] = weighted(part, weight[c : c + TILE_N]).sum(1)
-                part_wsum[:live, e.tiles // 2 + tile] = 0
-            if p.return_stats:
-                part_elog = memory(e.part_elog, FP32, (rows, e.tiles))[:live]
-                part_elog[:, tile] = sum_elog(out[:live, c : c + TILE_N], logit_scale * (part - shift[:, None]))
-                part_elog[:, e.tiles // 2 + tile] = 0
-            i = above.nonzero()[:, 0]
-            row_max_bits[i] = torch.maximum(row_max_bits[i], encode(tile_max[i]))
-            flags[1 + i // ROW_TILE] = 1
-            flags[0] |= int(len(i) > 0)
-        i = ((target >= 0) & (target < n)).nonzero()[:, 0]
-        target_logit[i] = z[i, target[i, 0]]
-        if p.return_stats:
-            argmax_bits = memory(e.argmax_bits, I64, (rows,))[:live]
-            argmax_bits.copy_(torch.maximum(argmax_bits, encode_argmax(z, first_class)))
-    else:
-        row_shift, coef, coef_target, coef_smooth = memory(e.coefs, FP32, (rows, 4))[:live].T[:, :, None]
-        logs = logit_scale * (z - row_shift)
-        if p.entropy:
-            log2 = (logs * LOG2_E).clamp(min=LEAST_LOG2)
-            coef = coef + memory(e.coef_entropy, FP32, (rows,))[:live, None] * log2
-        value = coef * torch.exp(logs)
-        if p.smoothing:
-            value = value - coef_smooth * weight
-        out[:live] = value - torch.where(target == torch.arange(n), coef_target, 0.0)
-    out[:live] *= d
-    if a.out is not None:
-        memory(a.out, dtype_of(p.out_dtype), (rows, n), (a.out_stride, 1)).copy_(out)
-
-
-def rescale(p, a):
-    a = with_row_state(a, a.start)
-    live, _ = live_rows(a.state.num_live, a.start, a.rows)
-    tiles = slice(a.first // TILE_N, -(-(a.first + a.n) // TILE_N))
-    sums = memory(a.part_sum, FP32, (a.rows, a.tiles))[:live]
-    shifts = sums[:, a.tiles // 2 :][:, tiles]
-    flagged = memory(a.state.flags, I32, (1 + -(-a.rows // ROW_TILE),))[1 + torch.arange(live) // ROW_TILE] != 0
-    row_max = decode(memory(a.state.row_max_bits, I32, (a.rows,))[:live, None])
-    logs = logit_scale_of(a) * (shifts - row_max)
-    factor = torch.where(flagged[:, None] & (shifts != row_max), torch.exp(logs), 1.0)
-    if p.return_stats:
-        elog = memory(a.part_elog, FP32, (a.rows, a.tiles))[:live, tiles]
-        log2 = (logs * LOG2_E).clamp(min=LEAST_LOG2)
-        elog.copy_(torch.where(factor == 1, elog, (elog + sums[:, tiles] * log2) * factor))
-    shifts.zero_()
-    sums[:, tiles] *= factor
-    if p.stored:
-        out = memory(a.exp_logits, BF16, (a.rows, a.n), (a.exp_logits_stride, 1))[:live]
-        out.copy_(out.float() * factor.repeat_interleave(TILE_N, 1)[:, : a.n])
-
-
-def clear(p, a):
-    live = int(memory(a.num_live, I32, (1,)))
-    memory(a.out, dtype_of(p.dtype), (a.rows, p.h))[max(0, live - a.start) :] = 0
-
-
 # grouped_mlp ----------------------------------------------------------------------------------------------------------
 
 
@@ -675,6 +584,5 @@ def token_rows(p, x, rows, out, tokens, k, stream):
 
 KERNELS = dict(
     grouped_gemm=grouped_gemm, lce_gemm=gemm, lce_compact=compact, lce_gather=gather, lce_rows=rows, lce_sort=sort,
-    lce_targets=targets, lce_bias=bias, lce_scatter=scatter, lce_scale=scale, lce_exp=exp, lce_rescale=rescale,
-    lce_clear=clear,
+    lce_targets=targets, lce_bias=bias, lce_scatter=scatter, lce_scale=scale,
 )  # fmt: skip

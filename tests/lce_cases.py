@@ -129,24 +129,20 @@ def assert_same(got, want):
 
 PATHS = [
     pytest.param(f"{kind}-{device}", marks=pytest.mark.gpu if device == "cuda" else ())
-    for kind in ("portable", "kernels", "cublas")
+    for kind in ("portable", "kernels")
     for device in ("cpu", "cuda")
 ]
 # The fixture `path` of conftest.py sets it up.
-on_every_path, on_portable_and_kernels, on_kernels, on_cublas = (
-    pytest.mark.parametrize("path", paths, indirect=True) for paths in (PATHS, PATHS[:4], PATHS[2:4], PATHS[4:])
-)
+on_every_path, on_kernels = (pytest.mark.parametrize("path", paths, indirect=True) for paths in (PATHS, PATHS[2:]))
 
-# In the emulator. Blackwell has both: cuBLAS's GEMMs by default, and ours.
-IN_EMULATOR = [*(f"kernels-{name}" for name in HOPPER), *(f"cublas-{name}" for name in BLACKWELL)]
-ON_BLACKWELL = [f"kernels-{name}" for name in BLACKWELL]
+IN_EMULATOR = [f"kernels-{name}" for name in (*HOPPER, *BLACKWELL)]
 
 
 class Path:
     """Portable: small inputs in fp64. Kernels: 16 bits, several tiles and chunks. `is_small`: two of each."""
 
-    def __init__(self, device, kernels=None, close=1e-11, is_cublas=False, is_small=False, approximates=None):
-        self.device, self.kernels, self.close, self.is_cublas = device, kernels, close, is_cublas
+    def __init__(self, device, kernels=None, close=1e-11, is_small=False, approximates=None):
+        self.device, self.kernels, self.close = device, kernels, close
         self.approximates = device.type == "cuda" if approximates is None else approximates  # tanh, of fp32
         self.here, portable = dict(device=device), kernels is None
         self.defaults = dict(backend="reference" if portable else "cute")

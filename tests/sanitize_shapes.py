@@ -5,8 +5,6 @@
 Inputs are made on the CPU, so that few kernels besides quackish's run. Other tests check the results.
 """
 
-import contextlib
-import dataclasses
 import sys
 
 import pytest
@@ -14,10 +12,9 @@ import torch
 
 from quackish import grouped_mlp, rms_norm
 from quackish.configs import linear_cross_entropy as configs
-from quackish.ops.device import device_of, substitute
+from quackish.ops.device import device_of
 from quackish.ops.grouped_mlp import kernel_steps
 from quackish.ops.linear_cross_entropy import linear_cross_entropy, steps
-from quackish.ops.linear_cross_entropy.cublas import CublasKernels
 from quackish.reference.grouped_mlp import GATED
 from quackish.testing.inputs import rows, weights
 from tests.attention_cases import case, step
@@ -74,8 +71,6 @@ LINEAR_CROSS_ENTROPY = {
     "lce fp16": (200, 64, 700, FP16, dict(schedule="auto"), dict(bias=True)),
     "lce every row ignored": (140, 64, 700, BF16, dict(schedule="chunked", chunk_size=128), dict(live=False)),
     "lce grad_weight_out": (140, 64, 700, BF16, dict(schedule="stored"), dict(buffer=True)),
-    "lce cublas chunks": (300, 64, 1003, BF16, dict(schedule="chunked", chunk_size=128), dict(bias=True)),
-    "lce cublas recompute": (140, 64, 1000, BF16, dict(schedule="recompute"), dict(label_smoothing=0.1)),
 }  # fmt: skip
 
 # name: rows of each group, rows past the last group, H, I, dtype, options
@@ -130,17 +125,13 @@ def run_linear_cross_entropy(name) -> None:
         x[m // 2] *= 300
     if not live:
         target[:] = -100
-    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(configs, "SHARED_FROM", 0)  # share memory as for large exp_logits
         if narrow:  # as conftest.py's `narrow`
             patch.setattr(configs, "scratch_columns", lambda *how: 256)
             patch.setattr(configs, "MIN_DX_ELEMENTS", 1)
         if "PyTorch sorts" in name:
             patch.setattr(steps, "MOST_ROWS_COUNTED", 100)
-        if "cublas" in name:
-            device = dataclasses.replace(device_of(torch.device(GPU, torch.cuda.current_device())), cache={})
-            device.cache["linear_cross_entropy"] = CublasKernels(device)
-            stack.enter_context(substitute(GPU, device))
         clear_caches()
         assert not narrow or configs.first_classes(m, v, h, dtype.itemsize) is not None
         if alone:

@@ -46,7 +46,6 @@ def second_family(monkeypatch, tmp_path):
         (kernels.TABLE, "gemm_sm100:PairGemm"),
     ):
         monkeypatch.setitem(entries["lce_gemm"], "sm_100", entry)
-    monkeypatch.setattr(kernels, "UNVERIFIED", set())
     monkeypatch.setenv("QUACKISH_CONFIG_DIR", str(tmp_path))
     monkeypatch.setattr("quackish.toolchain.versions", lambda: {"quackish": "0"})
     choose.reload()

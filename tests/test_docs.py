@@ -69,6 +69,7 @@ def names() -> dict:
 def test_python_blocks_run(page, tmp_path, monkeypatch):
     """All blocks of a page in order, in one namespace and an empty folder."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("quackish.ops.device._uses_kernels", True)  # restored after the test
     if page == "docs/adding_a_kernel.md" and sys.platform != "linux":
         pytest.skip("the compiler is for Linux")
     space: dict = {}

@@ -13,8 +13,8 @@ from quackish.cli.check_call import Check
 from quackish.cli.check_processes import checks, per_kernel, run, run_all
 from quackish.configs.gemm import GemmProblem
 from quackish.configs.grouped_gemm import CONFIGS, GroupedGemmProblem
-from quackish.gpu import A100, B200, H200
-from quackish.ops.device import Device, substitute, unverified_kernels
+from quackish.gpu import B200, H200
+from quackish.ops.device import Device, substitute
 from quackish.ops.kernel_for import Kernel, request_for
 from tests import broken_kernels, forked
 
@@ -22,15 +22,15 @@ CPU = torch.device("cpu")
 IN = "in token_rows op=copy n=8 dtype=bf16: "
 
 
-def checked(name, unverified=False, time_limit=60.0):
-    return run(Check(name, broken_kernels.load, unverified), "cpu", time_limit, forked.context())
+def checked(name, time_limit=60.0):
+    return run(Check(name, broken_kernels.load), "cpu", time_limit, forked.context())
 
 
 # Which calls ----------------------------------------------------------------------------------------------------------
 
 
 def launched_by(gpu, prefix=""):
-    """(kernel, problem) of each launch of the self-tests, with the settings that `checks` gives them."""
+    """(kernel, problem) of each launch of the self-tests."""
     launched = []
 
     def kernel_for(name, problem, gpu):
@@ -41,15 +41,13 @@ def launched_by(gpu, prefix=""):
         for one in checks(gpu):
             if one.name in check.SELF_TESTS and one.name.startswith(prefix):
                 case = one.load(one.name)
-                with unverified_kernels(one.unverified):
-                    case.call(case.make(CPU), "cute")
+                case.call(case.make(CPU), "cute")
     return launched
 
 
 @pytest.mark.parametrize("gpu", [H200, B200], ids=lambda gpu: gpu.name)
 def test_every_kernel_runs(gpu):
-    unused = {"lce_exp", "lce_rescale", "lce_clear"} if gpu is H200 else set()  # around cuBLAS's GEMMs
-    expected = {name for name, paths in kernels.TABLE.items() if gpu.family in paths} - unused
+    expected = {name for name, paths in kernels.TABLE.items() if gpu.family in paths}
     assert {name for name, _ in launched_by(gpu)} == expected
 
 
@@ -61,16 +59,6 @@ def test_every_variant_of_grouped_mlp_runs():
     flags = ("b_in_two", "biased", "scaled", "keeps", "accumulate", "gated")
     assert all(len({getattr(problem, flag) for problem in launched}) == 2 for flag in flags)
     assert of["cluster_tile"] == set(CONFIGS)
-
-
-def test_unverified_kernels_are_checked_too():
-    assert not any(one.unverified for one in checks(H200))
-    todo = checks(B200)
-    for name in ("linear_cross_entropy", "linear_cross_entropy 8192x4096x128256"):
-        assert [one.unverified for one in todo if one.name == name] == [False, True]
-    assert [one.unverified for one in todo if one.name == "rms_norm"] == [False]
-    assert [one.unverified for one in todo if one.name == "moe_mlp"] == [True]  # nothing else runs it there
-    assert checks(A100) == []
 
 
 # What becomes of a call -----------------------------------------------------------------------------------------------
@@ -108,12 +96,6 @@ def test_a_kernel_that_hangs():
     assert multiprocessing.active_children() == []
 
 
-def test_the_setting_is_that_of_the_check():
-    assert checked("unverified")["result"] == "wrong"
-    assert checked("unverified", unverified=True)["result"] == "ok"
-    assert not kernels.allow_unverified
-
-
 def test_compiled_kernels_in_the_emulator():
     record = checked("emulated")
     assert (record["result"], record["message"]) == ("ok", "")
@@ -140,13 +122,13 @@ def test_results_per_kernel(records):
     norm, token, gemm = (rows[name] for name in ("rms_norm_fwd", "token_rows", "lce_gemm"))
     assert (norm["result"], norm["calls"], norm["error"], norm["of"]) == ("ok", 1, 0.0, "y of right")
     assert (token["result"], token["why"].partition(": ")[0]) == ("died", "faults")
-    assert (gemm["result"], gemm["unverified"], gemm["error"]) == ("not run", True, None)
+    assert (gemm["result"], gemm["error"]) == ("not run", None)
     assert check_processes.summary(norm) == "ok; 1 call, error at most 0.00 of its bound"
     launch = dict(kernel="lce_gemm", problem="m=8", us=9.5, tflop_per_s=1.0, gb_per_s=2.0, cublas_us=8.25)
-    more = records[1] | dict(launches=[launch, launch | dict(us=4.0)], launched=["lce_gemm"], unverified=True)
+    more = records[1] | dict(launches=[launch, launch | dict(us=4.0)], launched=["lce_gemm"])
     (gemm,) = [row for row in per_kernel([*records, more], B200) if row["kernel"] == "lce_gemm"]
     assert (gemm["us"], gemm["cublas_us"], gemm["problem"]) == (9.5, 8.25, "m=8")
-    assert "ok, which no such GPU had run; 1 call, " in check_processes.summary(gemm)
+    assert check_processes.summary(gemm).startswith("ok; 1 call, ")
     assert check_processes.summary(gemm).endswith("9.5 us, cuBLAS 8.2 us")
     wrong = records[1] | dict(result="wrong", message="y is off", results={"y": {"error": 1.0, "bound": 0.1}})
     rows = {row["kernel"]: row for row in per_kernel([*records, wrong], B200)}
@@ -172,7 +154,7 @@ def test_the_report_and_its_file(tmp_path, capsys, monkeypatch, wide):
     assert {"gpu", "driver", "commit", "torch", "dsl", "quackish"} <= set(found["environment"])
     assert [record["result"] for record in found["calls"]] == ["ok", "wrong"]
     (norm,) = [row for row in found["kernels"] if row["kernel"] == "rms_norm_fwd"]
-    assert {"result", "error", "bound", "us", "cublas_us", "unverified"} <= set(norm)
+    assert {"result", "error", "bound", "us", "cublas_us"} <= set(norm)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -208,10 +190,8 @@ def test_check_on_a_gpu():
     found = report["check"]
     assert found["environment"]["gpu"] in torch.cuda.get_device_name(0)
     assert all(record["result"] == "ok" for record in found["calls"])
-    around_cublas = {"lce_exp", "lce_rescale", "lce_clear"}
-    is_hopper = torch.cuda.get_device_capability(0)[0] == 9
     for row in found["kernels"]:
-        assert row["result"] == ("not run" if is_hopper and row["kernel"] in around_cublas else "ok"), row
-        assert row["us"] or row["result"] == "not run"
+        assert row["result"] == "ok", row
+        assert row["us"]
     gemms = [row for row in found["kernels"] if row["kernel"] in check_call.PRODUCTS]
     assert all(0.5 * row["cublas_us"] < row["us"] < 3 * row["cublas_us"] for row in gemms)

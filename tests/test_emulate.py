@@ -55,13 +55,6 @@ def recompute():
     return linear_cross_entropy("recompute")
 
 
-def grouped_mlp():
-    x, w1, w2 = normal(150, 64), normal(3, 128, 64, seed=1, scale=0.2), normal(3, 64, 64, seed=2, scale=0.2)
-    scales, offs = normal(150, seed=3), torch.tensor([70, 70, 140], dtype=torch.int32)
-    y = quackish.grouped_mlp(x, w1, w2, offs, scales=scales)
-    return y.detach(), *torch.autograd.grad(y, (x, w1, w2, scales), normal(150, 64, seed=4).detach())
-
-
 # Results --------------------------------------------------------------------------------------------------------------
 
 
@@ -166,11 +159,6 @@ def test_gpus_by_name_and_with_fewer_sms():
             rms_norm(300)
         grids[gpu] = report.launches[1].grid
     assert grids["H200"] == grids[H200] > grids[SMALL]
-    with (
-        quackish.emulate("b300") as report,
-        pytest.raises(UnsupportedError, match=r"grouped_mlp: no kernel that a B300"),
-    ):
-        grouped_mlp()
     with quackish.emulate("a100"), pytest.raises(UnsupportedError, match=r"rms_norm: no kernel for sm_80 \(A100\)"):
         rms_norm()
 
@@ -310,13 +298,6 @@ def test_the_command(capsys):
     assert lines[forward + 1].split()[:2] == ["0", str(24 * 256 * 2 * 2)]  # MMAs, bytes read
 
 
-@pytest.mark.exhaustive
-def test_the_command_runs_unverified_kernels_on_request(capsys):
-    for options, kernel in (("", "lce_exp"), (" --unverified", "lce_gemm")):
-        assert main(f"emulate linear_cross_entropy 70x64x300 --gpu b200{options}".split()) == 0
-        assert {kernel} == {"lce_exp", "lce_gemm"} & set(capsys.readouterr().out.replace(",", " ").split())
-
-
 def test_the_command_reports_wrong_results_and_faults(monkeypatch, capsys):
     monkeypatch.setattr("quackish.cli.emulate.bound_of", lambda name: 0.0)
     assert main("emulate rms_norm 4x256".split()) == 1
@@ -336,7 +317,6 @@ def test_the_command_reports_wrong_results_and_faults(monkeypatch, capsys):
         ("rms_norm 4x256 --gpu a100", "rms_norm: no kernel for sm_80"),
         ("rms_norm 4x256 --gpu h2000", "expected one of"),
         ("rms_norm 4x256 --completion soon", "'soon' is unknown; expected one of late, at_once"),
-        ("grouped_mlp 64x64x64x2 --gpu b200", "no kernel that a B200 (sm_100) has run"),
     ],
 )
 def test_the_command_refuses(words, text, capsys):

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import quackish
-from quackish import kernels
 from quackish.__main__ import main
 from quackish.argument_types import size
 from quackish.cli import dry_run, operations
@@ -23,7 +22,7 @@ from quackish.launch import Resources
 from quackish.operations import RMS_NORM
 from quackish.ops.device import Device, substitute
 from quackish.ops.kernel_for import Kernel
-from quackish.ops.linear_cross_entropy import cublas, memory
+from quackish.ops.linear_cross_entropy import memory
 from quackish.ops.linear_cross_entropy.launches import representatives
 from quackish.work import describe, sizes_of, work
 from tests.grouped_mlp_cases import make as make_mlp
@@ -114,18 +113,11 @@ def test_options_of_rms_norm(options, forward, backward):
 # Blackwell's own GEMMs ------------------------------------------------------------------------------------------------
 
 
-def test_unverified_gemms_are_shown_on_request():
+def test_gemms_of_blackwell():
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     compiled = []
-    hidden = output(HEADLINE + " --gpu b200", compiled)
-    hint = "quackish has a GEMM for B200, lce_gemm, that no such GPU has run: --unverified shows its launches."
-    assert hint in hidden.splitlines()
-    assert "torch.mm" in hidden
-    assert "lce_gemm" not in {name for name, *_ in compiled}
-    compiled.clear()
-    shown = output(HEADLINE + " --gpu b200 --unverified", compiled)
-    assert hint not in shown
-    assert "torch.mm" not in shown
+    shown = output(HEADLINE + " --gpu b200", compiled)
+    assert "No Blackwell GPU has run these kernels" in shown
     gemms = [(problem, config) for name, problem, config, target in compiled if name == "GemmSm100"]
     assert {problem.epilogue for problem, _ in gemms} == {"softmax", "rows", "store"}
     assert all(config == choose("lce_gemm", problem, B200).config for problem, config in gemms)
@@ -134,8 +126,6 @@ def test_unverified_gemms_are_shown_on_request():
     us = {sizes.split()[0]: row[-3] for sizes, row in rows.items() if row[-2:] == ["tensor", "cores"]}
     assert us["m=8192"] == f"{2 * 8192 * 4096 * 128_256 / 2250e12 * 1e6:.1f}"
     assert "tile_n=256 ctas=2" in shown
-    assert kernels.allow_unverified is False
-    assert hint not in output(HEADLINE + " --gpu h200", [])
 
 
 # The portable path ---------------------------------------------------------------------------------------------------
@@ -235,11 +225,9 @@ def recording(launches):
 
 
 @pytest.fixture(params=[H200, B200], ids=lambda gpu: gpu.name)
-def launched(request, monkeypatch):
+def launched(request):
     """(GPU, list of launches: kernel, problem, config, sizes). Nothing is computed."""
     gpu, launches = request.param, []
-    for name in ("mm", "addmm"):
-        monkeypatch.setattr(cublas, name, lambda a, b, out: None)
     with substitute("cpu", Device(gpu, recording(launches))):
         yield gpu, launches
 

@@ -19,7 +19,7 @@ from quackish.configs.grouped_gemm import GroupedGemmProblem, cluster_tile_for
 from quackish.emulator import Fault
 from quackish.gpu import B200, B300
 from quackish.kernels.common import umma
-from quackish.ops.device import device_of, unverified_kernels
+from quackish.ops.device import device_of
 from quackish.ops.linear_cross_entropy.buffers import ExpLogits
 from quackish.ops.linear_cross_entropy.launches import LceKernels
 from quackish.testing.errors import error, same_bits
@@ -38,7 +38,7 @@ ONE_CTA = dict(ctas=1, num_stages=4)
 def kernels_on(setting, one_cta=False):
     """Our kernels of linear cross entropy on an emulated GPU."""
     forced = dict.fromkeys(NAMES, ONE_CTA) if one_cta else {}
-    with unverified_kernels(), config(**forced), emulated(setting) as report:
+    with config(**forced), emulated(setting) as report:
         yield LceKernels(device_of(torch.device("cpu"))), report
 
 
@@ -63,8 +63,7 @@ def compiled():
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name, problem, gpu", list(compiled()), ids=str)
 def test_compiles(name, problem, gpu):
-    with unverified_kernels():
-        used = check_compiles(name, problem, choose.analytical(name, problem, gpu).config, gpu)
+    used = check_compiles(name, problem, choose.analytical(name, problem, gpu).config, gpu)
     assert used.threads == 192
 
 
@@ -162,15 +161,14 @@ def test_a_loss_has_the_same_bits_with_more_rows_schedules_and_orders():
     x, w = (torch.randn(shape, generator=generator).to(BF16) for shape in ((300, 64), (700, 64)))
     target = torch.randint(0, 700, (300,), generator=generator)
     losses = []
-    with unverified_kernels():
-        for setting, rows, schedule in (
-            ("b200/late/0", 300, "chunked"), ("b200/late/0", 7, "recompute"), ("b200/at_once/3", 300, "recompute"),
-        ):  # fmt: skip
-            with emulated(setting):
-                loss = quackish.linear_cross_entropy(
-                    x[:rows], w, target[:rows], reduction="none", schedule=schedule, chunk_size=256
-                )
-            losses.append(loss[:7])
+    for setting, rows, schedule in (
+        ("b200/late/0", 300, "chunked"), ("b200/late/0", 7, "recompute"), ("b200/at_once/3", 300, "recompute"),
+    ):  # fmt: skip
+        with emulated(setting):
+            loss = quackish.linear_cross_entropy(
+                x[:rows], w, target[:rows], reduction="none", schedule=schedule, chunk_size=256
+            )
+        losses.append(loss[:7])
     assert all(same_bits(loss, losses[0]) for loss in losses[1:])
 
 
@@ -183,7 +181,7 @@ def test_the_parallel_head_in_the_emulator():
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         group = torch.distributed.group.WORLD
-        with unverified_kernels(), emulated("b200/late/0") as report:
+        with emulated("b200/late/0") as report:
             loss = quackish.parallel.linear_cross_entropy(x, w, target, group=group)
             got = loss, *torch.autograd.grad(loss, (x, w))
     finally:

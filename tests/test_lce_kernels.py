@@ -7,7 +7,6 @@ import torch
 
 from quackish.configs import choose, row_state
 from quackish.configs.gemm import NUM_TICKETS
-from quackish.configs.lce_cublas import LceClearProblem, LceExpProblem, LceRescaleProblem
 from quackish.configs.lce_rows import (
     NO_SLOT,
     WIDE_BIAS,
@@ -88,26 +87,6 @@ def problems():
         yield "lce_scale", LceScaleProblem(dtype)
         for h in (8, 1000, 4096):
             yield "lce_scatter", LceScatterProblem(h, dtype)
-    # around cuBLAS GEMMs
-    everything = dict(bias_dtype="float32", softcap=True, smoothing=True, weighted=True, logit_scale=True)
-    for out in ("bfloat16", None):
-        yield "lce_exp", LceExpProblem("softmax", out)
-        yield "lce_exp", LceExpProblem("softmax", out, **everything)
-        yield "lce_exp", LceExpProblem("softmax", out, **everything, return_stats=True)
-    yield "lce_exp", LceExpProblem("softmax", "bfloat16", "bfloat16")
-    yield "lce_exp", LceExpProblem("softmax", "bfloat16", "float32", softcap=True)
-    yield "lce_exp", LceExpProblem("dlogits", "bfloat16")
-    yield "lce_exp", LceExpProblem("dlogits", "bfloat16", **everything)
-    yield "lce_exp", LceExpProblem("dlogits", "bfloat16", **everything, entropy=True)
-    yield "lce_exp", LceExpProblem("softmax", None, "float16")
-    yield "lce_exp", LceExpProblem("dlogits", "float16", "float16", smoothing=True)
-    for stored in (True, False):
-        yield "lce_rescale", LceRescaleProblem(stored, logit_scale=stored)
-        yield "lce_rescale", LceRescaleProblem(stored, logit_scale=stored, return_stats=True)
-    for h, dtype in (8, "bfloat16"), (1000, "float16"), (4096, "bfloat16"):
-        yield "lce_clear", LceClearProblem(h, dtype)
-        yield "lce_scatter", LceScatterProblem(h, dtype, row_scale=True)
-    yield "lce_scatter", LceScatterProblem(4096, "float32", row_scale=True)
 
 
 CTAS_PER_SM = {"lce_compact": 1, "lce_sort": 2, "lce_targets": 3, "lce_bias": 2}  # 4 of other kernels

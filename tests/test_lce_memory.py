@@ -25,8 +25,8 @@ from tests.lce_cases import (
     inputs_and_options,
     make,
     norm_error,
+    on_every_path,
     on_kernels,
-    on_portable_and_kernels,
     parameters,
     truth,
     unit_roundoff,
@@ -206,7 +206,7 @@ def case_of(path, **options):
     return path.case(1100, 64, 1003, dtype=BF16 if path.kernels else FP32, **options)
 
 
-@on_portable_and_kernels
+@on_every_path
 def test_smallest_limit_is_tight(path):
     x, w, target, kw = case_of(path, bias=True)
     for options in ({}, dict(schedule="stored"), dict(schedule="chunked", chunk_size=256), dict(reduction="none")):
@@ -240,7 +240,7 @@ def test_plan_is_not_reused_for_other_layouts_and_gradients(path):
             path.call(*call, target, memory_limit=limit)
 
 
-@on_portable_and_kernels
+@on_every_path
 def test_dry_run_is_isolated_from_the_caller(path):
     """From saved-tensor hooks, checkpointing and inference mode."""
     x, w, target, _ = case_of(path)
@@ -260,7 +260,7 @@ def test_dry_run_is_isolated_from_the_caller(path):
         path.call(x, w, target, memory_limit=10**9)
 
 
-@on_portable_and_kernels
+@on_every_path
 def test_compiled_with_memory_limit(path):
     """One graph for each M, because the config depends on M."""
     torch._dynamo.reset()

@@ -11,14 +11,12 @@ from quackish.testing.errors import same_bits
 from tests.lce_cases import (
     IGNORED,
     OPTIONS,
-    PATHS,
     SCHEDULES,
     Path,
     hard_rows,
     norm_error,
     on_every_path,
     on_kernels,
-    on_portable_and_kernels,
     parameters,
     unit_roundoff,
 )
@@ -27,7 +25,6 @@ FP64 = torch.float64
 NAN = float("nan")
 EVERY_COMBINATION = [c for c in itertools.product((False, True), repeat=4) if any(c)]
 SMOOTHED = ["plain", "unsmoothed", "all"]
-on_kernels_and_cublas = pytest.mark.parametrize("path", PATHS[2:], indirect=True)
 
 
 def outputs(f, x, w, target, kw, **options):
@@ -193,7 +190,7 @@ def test_bits_of_loss_and_statistics(name, path):
             assert all(same_bits(one, other) for one, other in zip(again, first, strict=True))
 
 
-@on_portable_and_kernels
+@on_every_path
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_two_backwards_give_the_same_bits_after_outputs_are_modified(schedule, path):
     x, w, target, kw = path.case(**OPTIONS["unsmoothed"])
@@ -207,7 +204,7 @@ def test_two_backwards_give_the_same_bits_after_outputs_are_modified(schedule, p
     assert all(same_bits(one, other) for one, other in zip(first, again, strict=True))
 
 
-@on_kernels_and_cublas
+@on_kernels
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_stored_recomputes_logits_only_for_gradient_of_entropy(schedule, path):
     x, w, target, _ = path.case()
@@ -218,7 +215,7 @@ def test_stored_recomputes_logits_only_for_gradient_of_entropy(schedule, path):
         assert (path.calls["dlogits"] == 0) == (schedule == "stored" and name != "entropy")
 
 
-@on_portable_and_kernels
+@on_every_path
 def test_compiled_equals_eager(path):
     torch._dynamo.reset()
     x, w, target, _ = path.case()

@@ -15,7 +15,6 @@ from quackish.ops.linear_cross_entropy import linear_cross_entropy
 from tests.lce_cases import (
     IGNORED,
     IN_EMULATOR,
-    ON_BLACKWELL,
     OPTIONS,
     PATHS,
     REDUCTIONS,
@@ -26,7 +25,6 @@ from tests.lce_cases import (
     make,
     norm_error,
     on_every_path,
-    on_portable_and_kernels,
     run,
     truth,
     unit_roundoff,
@@ -72,14 +70,13 @@ def test_every_option(name, reduction, path):
 
 
 def in_emulator():
-    """(name, reduction, schedule, path): every schedule on Hopper, and on Blackwell with our GEMMs."""
-    hopper, hopper_at_once, cublas, cublas_at_once = IN_EMULATOR
-    late, at_once = ON_BLACKWELL  # the same launches as Hopper's, with other kernels
+    """(name, reduction, schedule, path): every schedule on Hopper and on Blackwell, which has the same launches."""
+    hopper, hopper_at_once, late, at_once = IN_EMULATOR
     yield "bias", "sum", "chunked", hopper
-    yield "plain", "mean", "chunked", cublas
+    yield "plain", "mean", "chunked", late
     for case in (
         ("all", "none", "stored", hopper), ("all", "mean", "recompute", hopper_at_once),
-        ("all", "none", "recompute", cublas_at_once), ("bias", "mean", "stored", late),
+        ("all", "none", "recompute", at_once), ("bias", "mean", "stored", late),
         ("all", "sum", "recompute", late), ("unsmoothed", "mean", "chunked", at_once),
     ):  # fmt: skip
         yield pytest.param(*case, marks=pytest.mark.exhaustive)
@@ -98,7 +95,7 @@ def test_every_schedule_in_the_emulator(name, reduction, schedule, path):
 
 @pytest.mark.parametrize(
     "path",
-    ["cublas-cpu", *(pytest.param(path, marks=pytest.mark.exhaustive) for path in IN_EMULATOR[::2])],
+    ["kernels-cpu", *(pytest.param(path, marks=pytest.mark.exhaustive) for path in IN_EMULATOR[::2])],
     indirect=True,
 )
 def test_kept_exp_logits(path, limits):
@@ -109,7 +106,7 @@ def test_kept_exp_logits(path, limits):
     assert path.calls["TargetsArgs"] == path.calls["dw"] // 2 >= 1
 
 
-@on_portable_and_kernels
+@on_every_path
 @pytest.mark.parametrize("name", ["plain", "unsmoothed", "all"])
 def test_error_is_rounding_error_and_below_pytorchs(name, path):
     on_cpu = path.kernels is None and path.device.type == "cpu"
@@ -133,7 +130,7 @@ def test_error_is_rounding_error_and_below_pytorchs(name, path):
             assert (got.double() - want).abs().max() <= roundings * 2 * unit_roundoff(dtype) * want.abs().max()
 
 
-@on_portable_and_kernels
+@on_every_path
 @pytest.mark.parametrize("p", [0.9, 0.99, 0.999])
 def test_gradient_of_confident_rows(p, path):
     # linear_weight is the identity, so input is the logits and dinput is dlogits.
@@ -164,7 +161,7 @@ def test_hard_rows(reduction, schedule, options, path):
         path.check(x, w, target, dict(reduction=reduction, **options), schedule=schedule)
 
 
-@on_portable_and_kernels
+@on_every_path
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_masked_class(smoothing, schedule, path):
@@ -184,7 +181,7 @@ def test_masked_class(smoothing, schedule, path):
     assert (grads[1][10] == 0).all()
 
 
-@on_portable_and_kernels
+@on_every_path
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_masked_target_has_infinite_loss_and_finite_gradients(schedule, path):
     x, w, target, kw = path.case(bias=True)
@@ -263,7 +260,7 @@ def test_nan_in_ignored_row_has_no_effect(name, schedule, poison, path):
     path.check(x, w, target, kw, schedule=schedule, chunk_size=path.chunk_size)
 
 
-@on_portable_and_kernels
+@on_every_path
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", ["bias", "all"])
 def test_nan_in_live_row_propagates(name, schedule, path):
@@ -283,7 +280,7 @@ def test_nan_in_live_row_propagates(name, schedule, path):
     assert db.isnan().all()
 
 
-@on_portable_and_kernels
+@on_every_path
 @pytest.mark.parametrize("bad", [700, -1, 2**40])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", ["plain", "all"])
@@ -304,7 +301,7 @@ def test_invalid_target_gives_nan(name, schedule, bad, path):
         assert torch.equal(dx[others], want[others])
 
 
-@on_portable_and_kernels
+@on_every_path
 def test_mean_with_zero_class_weights_is_nan_as_in_pytorch(path):
     x, w, target, _ = path.case()
     weight = torch.zeros(path.v, dtype=x.dtype, **path.here)
@@ -312,7 +309,7 @@ def test_mean_with_zero_class_weights_is_nan_as_in_pytorch(path):
     assert F.cross_entropy(F.linear(x, w), target, weight=weight).isnan()
 
 
-@on_portable_and_kernels
+@on_every_path
 @pytest.mark.parametrize("num_items", [29, torch.tensor(29), torch.tensor(29.0, dtype=FP64)])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_num_items_replaces_the_divisor(schedule, num_items, path):
@@ -334,14 +331,14 @@ def test_logit_scale_may_be_a_tensor(with_grad_lse, schedule, path):
             path.check(x, w, target, {**kw, "logit_scale": scale}, **given)
 
 
-@on_portable_and_kernels
+@on_every_path
 def test_ignore_index_may_be_a_class_or_none(path):
     x, w, target, _ = path.case()
     assert_same(path.call(x, w, target, ignore_index=None), path.call(x, w, target))
     path.check(x, w, target.clamp(min=0), dict(ignore_index=0))
 
 
-@on_portable_and_kernels
+@on_every_path
 @pytest.mark.parametrize("ignore_index", [2**32, 2**32 - 1, -(2**33)])
 def test_int32_targets_and_ignore_index_outside_int32(ignore_index, path):
     x, w, target, kw = path.case(**OPTIONS["all"])
@@ -354,7 +351,7 @@ def test_int32_targets_and_ignore_index_outside_int32(ignore_index, path):
     assert (got != 0).all()
 
 
-@on_portable_and_kernels
+@on_every_path
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("name", ["bias", "all"])
 def test_loss_is_independent_of_schedule_chunks_and_grad_mode(name, reduction, path):
@@ -370,7 +367,7 @@ def test_loss_is_independent_of_schedule_chunks_and_grad_mode(name, reduction, p
 # Shapes, strides, dtypes ----------------------------------------------------------------------------------------------
 
 
-@on_portable_and_kernels
+@on_every_path
 @pytest.mark.parametrize("m", [1, 2, 127, 128, 129, 257])
 def test_row_counts(m, path):
     x, w, target, kw = path.case(m, **OPTIONS["bias"])
@@ -379,7 +376,7 @@ def test_row_counts(m, path):
         path.check(x, w, target, kw, schedule=schedule, chunk_size=128)
 
 
-@on_portable_and_kernels
+@on_every_path
 @pytest.mark.parametrize("v", [1, 2, 7, 8, 255, 256, 257, 2049])
 @pytest.mark.parametrize("name", ["plain", "bias", "smoothing"])
 def test_vocabularies(v, name, path):
@@ -403,7 +400,7 @@ def strided(t, layout):
     return out[tuple(slice(1, None, 2) for _ in t.shape)].copy_(t)
 
 
-@on_portable_and_kernels
+@on_every_path
 @pytest.mark.parametrize("layout", ["transposed", "sparse", "unaligned"])
 @pytest.mark.parametrize("name", ["weight", "all"])
 def test_any_strides(name, layout, path):
@@ -419,7 +416,7 @@ def test_any_strides(name, layout, path):
         torch.testing.assert_close(got, want, rtol=close, atol=close)
 
 
-@on_portable_and_kernels
+@on_every_path
 def test_leading_dimensions_and_an_expanded_grad_output(path):
     x, w, target, kw = path.case(12, **OPTIONS["all"], reduction="none")
     loss, lse, (dx, dw, db) = path.run(x, w, target, kw)
@@ -438,7 +435,7 @@ def test_leading_dimensions_and_an_expanded_grad_output(path):
         assert torch.autograd.grad(one, x)[0].isfinite().all()
 
 
-@on_portable_and_kernels
+@on_every_path
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", ["bias", "all"])

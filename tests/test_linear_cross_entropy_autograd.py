@@ -16,7 +16,6 @@ from tests.lce_cases import (
     make,
     norm_error,
     on_every_path,
-    on_portable_and_kernels,
     parameters,
     truth,
     unit_roundoff,
@@ -25,7 +24,7 @@ from tests.lce_cases import (
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-@on_portable_and_kernels
+@on_every_path
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name, with_lse", [("bias", False), ("all", True)])
@@ -93,7 +92,7 @@ def test_only_required_gradients_are_computed(reduction, schedule):
         assert all(g is None or torch.equal(g, want) for g, want in zip(grads, all_wanted, strict=True))
 
 
-@on_portable_and_kernels
+@on_every_path
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_arguments_without_gradient(schedule, path):
     x, w, target, kw = path.case(class_weight=True)
@@ -154,7 +153,7 @@ def test_buffers_of_any_strides(layout, path):
         assert buffer_layouts.are_neighbours_unchanged(view, whole), (dtype, schedule)
 
 
-@on_portable_and_kernels
+@on_every_path
 def test_activation_checkpointing(path):
     x, w, target, kw = path.case(bias=True)
     _, _, want = path.run(x, w, target, kw)

@@ -20,7 +20,7 @@ from tests.lce_cases import (
     composed,
     make,
     norm_error,
-    on_portable_and_kernels,
+    on_every_path,
     parameters,
 )
 from tests.wrapper_tensor import Wrapper
@@ -54,7 +54,7 @@ def test_opcheck(needs, schedule, device):
             torch.library.opcheck(_bwd_op, (*grads, *saved, *args))
 
 
-@on_portable_and_kernels
+@on_every_path
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("return_lse, with_buffer", [(False, True), (True, False)])
 def test_compiled_equals_eager_for_many_m_with_two_graphs(return_lse, with_buffer, schedule, path):
@@ -89,7 +89,7 @@ def test_compiled_equals_eager_for_many_m_with_two_graphs(return_lse, with_buffe
     assert frames.frame_count <= 2  # the first M, then any M
 
 
-@on_portable_and_kernels
+@on_every_path
 def test_compiled_under_autocast_and_reduction_none(path):
     torch._dynamo.reset()
     x, w, target, _ = path.case(dtype=FP32)

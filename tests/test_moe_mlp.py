@@ -12,7 +12,7 @@ import quackish
 from quackish.configs.token_rows import TokenRowsProblem, token_rows_config
 from quackish.errors import UnsupportedError
 from quackish.gpu import B200, H200
-from quackish.ops.device import Device, device_of, substitute, unverified_kernels
+from quackish.ops.device import Device, device_of, substitute
 from quackish.ops.grouped_mlp.kernel_steps import steps_of
 from quackish.ops.kernel_for import Kernel
 from quackish.testing import assert_close_to_fp64, assert_deterministic
@@ -185,7 +185,7 @@ def test_kernels_against_a_loop_over_tokens(launched):
 @pytest.mark.parametrize("setting", exhaustive_settings)  # each kernel has emulated tests of its own
 def test_a_loop_over_tokens_in_the_emulator(setting):
     inputs = make(torch.bfloat16)
-    with unverified_kernels(), emulated(setting) as report:
+    with emulated(setting) as report:
         assert_close_to_fp64(quackish.moe_mlp, by_loop, *inputs, slack=8.0)
     names = [launch.kernel for launch in report.launches]
     assert names.count("token_rows") == 4 * names.count("grouped_gemm") // 6 > 0

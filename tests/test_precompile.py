@@ -59,18 +59,6 @@ def test_calls_without_grad_are_included():
     assert len(requests) == len(set(requests)) >= 8
 
 
-def test_unverified_gemms_are_compiled_on_request(tmp_path):
-    call = "linear_cross_entropy 300x64x1000"
-    (tmp_path / "file").write_text(f"{call}\n{call} --unverified\n")
-    names = [
-        {request.kernel_class.__name__ for request in run(words)[1]}
-        for words in (f"{call} --gpu b200", f"{call} --gpu b200 --unverified", f"--from {tmp_path / 'file'} --gpu b200")
-    ]
-    assert "GemmSm100" in names[1] - names[0]
-    assert "LceExp" in names[0] - names[1]
-    assert names[2] == names[0] | names[1]
-
-
 def test_a_file(tmp_path):
     file = tmp_path / "shapes.txt"
     file.write_text("# ours\n\nrms_norm 64x256 --residual # with\nlinear_cross_entropy 64x64x500 --schedule stored\n")

@@ -59,7 +59,7 @@ def test_what_threads_share_is_made_once(monkeypatch):
     on, _ = idle_kernels.device()
     assert made_once(monkeypatch, device, "_create", lambda: device.device_of(torch.device("cpu")))
     assert made_once(monkeypatch, kernels, "KernelClass", lambda: kernels.find("rms_norm_fwd", on.gpu))
-    assert made_once(monkeypatch, lce, "make_kernels", lambda: lce.kernels_of(on))
+    assert made_once(monkeypatch, lce, "LceKernels", lambda: lce.kernels_of(on))
     assert made_once(monkeypatch, attention_steps, "AttentionSteps", lambda: attention_steps.steps_of(on))
     assert made_once(monkeypatch, grouped_mlp_steps, "KernelSteps", lambda: grouped_mlp_steps.steps_of(on))
 

@@ -27,7 +27,7 @@ from quackish.configs.rms_norm import RmsNormBwdConfig, RmsNormBwdProblem, RmsNo
 from quackish.gpu import A100, B200, H200, gpu_of
 from quackish.launch import Resources
 from quackish.ops.attention.kernel_steps import _KERNELS
-from quackish.ops.device import Device, substitute, unverified_kernels
+from quackish.ops.device import Device, substitute
 from quackish.testing.timing import Times
 from quackish.tune import cases, search
 from quackish.tune.candidates import candidates
@@ -309,9 +309,9 @@ def test_cases_of_attention_have_the_arguments_of_a_call():
 
 
 @pytest.mark.parametrize("words", [LCE + "chunked", "grouped_mlp 700x64x192x5 --scales"])
-def test_unverified_gemms_are_tuned_on_request(words):
-    with unverified_kernels(), substitute("cpu", Device(B200, idle_kernels.device()[0].kernel_for)):
-        for kernel, problem, sizes in plan(f"{words} --unverified", B200):
+def test_gemms_of_blackwell(words):
+    with substitute("cpu", Device(B200, idle_kernels.device()[0].kernel_for)):
+        for kernel, problem, sizes in plan(words, B200):
             tried = candidates(kernel, problem, B200, max_others=100)
             assert {one.ctas for one in tried} == {1, 2}
             is_wide = problem.epilogue not in ("rows", "store")
@@ -340,7 +340,6 @@ def test_a_problem_is_tuned_once_over_its_shapes():
         ("rms_norm_forward", H200, "the following arguments are required: SHAPE"),
         ("rms_norm_forward 8x8", A100, "there is nothing to tune: rms_norm: no kernel for sm_80"),
         ("rms_norm_forward 8x999999", H200, "there is nothing to tune: rms_norm: no kernel"),
-        ("linear_cross_entropy 64x64x64", B200, "linear_cross_entropy runs no quackish GEMM on B200; --unverified"),
     ],
 )
 def test_invalid_arguments(words, gpu, text):

@@ -19,7 +19,6 @@ from quackish.configs.attention import (
 from quackish.configs.choose import choose
 from quackish.configs.gemm import GemmProblem
 from quackish.configs.grouped_gemm import GroupedGemmProblem
-from quackish.configs.lce_cublas import LceClearProblem, LceExpProblem, LceRescaleProblem
 from quackish.configs.lce_rows import (
     LceBiasProblem,
     LceCompactProblem,
@@ -68,9 +67,6 @@ SAMPLES = [
     ("lce_bias", LceBiasProblem(BF16, True, False)),
     ("lce_scatter", LceScatterProblem(64, BF16)),
     ("lce_scale", LceScaleProblem(BF16)),
-    ("lce_exp", LceExpProblem("softmax", BF16)),
-    ("lce_rescale", LceRescaleProblem(True)),
-    ("lce_clear", LceClearProblem(64, BF16)),
 ]
 
 
@@ -270,10 +266,7 @@ def test_work_of_row_kernels():
         ("lce_rows", LceRowsProblem(True, "scale", h, BF16), (part, x), (row, row, row, x)),
         ("lce_targets", LceTargetsProblem(h, BF16, BF16), (x, w[:rows]), (w[:rows],)),
         ("lce_bias", LceBiasProblem(BF16, False, True), (e, classes), (classes,)),
-        ("lce_scatter", LceScatterProblem(h, BF16, row_scale=True), (acc,), (x,)),
-        ("lce_exp", LceExpProblem("softmax", BF16), (e.float(),), (e, part, part)),
-        ("lce_exp", LceExpProblem("dlogits", BF16), (e.float(),), (e,)),
-        ("lce_rescale", LceRescaleProblem(True), (part,), (part,)),
+        ("lce_scatter", LceScatterProblem(h, BF16), (acc,), (x,)),
     ]
     sizes = dict(m=rows, rows=rows, n=v, v=v, v0=0, v1=v, tiles=tiles)
     for name, problem, read, written in cases:

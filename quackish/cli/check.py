@@ -29,13 +29,12 @@ class Case(NamedTuple):
     make: Callable[[torch.device], Args]  # the arguments
     call: Callable[[Args, Backend], dict[str, Tensor]]  # (arguments, backend) -> results and gradients
     kernel: str  # a GPU without this kernel runs the portable path
-    gemm: str | None = None  # the kernel of its GEMMs
     timed: bool = False  # large: its GEMMs are timed beside cuBLAS's, and truth is computed on the GPU
     only_timed: bool = False  # too large for truth
 
 
 def _case(op: Operation, *shape: int, dtype: torch.dtype = BF16, **options: Any) -> Case:
-    return Case(lambda device: op.arguments(shape, dtype, device, options), op.call, op.kernel, op.gemm)
+    return Case(lambda device: op.arguments(shape, dtype, device, options), op.call, op.kernel)
 
 
 _rms_norm, _lce, _grouped_mlp, _moe_mlp, _attention = (

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quackish import launch, profile, use_unverified_kernels
+from quackish import launch, profile
 from quackish.cli.check import Case, bound_of
 from quackish.configs.gemm import GemmProblem
 from quackish.configs.grouped_gemm import GroupedGemmProblem
@@ -41,10 +41,6 @@ class Check(NamedTuple):
 
     name: str
     load: Callable[[str], Case]  # (name) -> the call
-    unverified: bool = False  # with the kernels that no such GPU has run
-
-    def __str__(self) -> str:
-        return self.name + ", unverified kernels" * self.unverified
 
 
 def serve(events: Connection, check: Check, device: str, log: Path) -> None:
@@ -64,7 +60,6 @@ def serve(events: Connection, check: Check, device: str, log: Path) -> None:
 
 def run(check: Check, device: torch.device, send: Send) -> Record:
     """Compares a call with fp64 and its own second run, then times it."""
-    use_unverified_kernels(check.unverified)
     case = check.load(check.name)
     send(("step", "inputs and truth"))
     args, truth = case.make(device), None

@@ -26,16 +26,10 @@ TIME_LIMIT = 120.0
 
 
 def checks(gpu: Gpu) -> list[Check]:
-    """Every call that has kernels on this GPU. Those with GEMMs that no such GPU has run are run with and without."""
-    found = []
-    for name, case in (SELF_TESTS | TIMED).items():
-        if gpu.family not in kernels.TABLE[case.kernel]:
-            continue
-        if not kernels.is_unverified(case.kernel, gpu):
-            found.append(Check(name, load))
-        if case.gemm is not None and kernels.is_unverified(case.gemm, gpu):
-            found.append(Check(name, load, unverified=True))
-    return found
+    """Every call that has kernels on this GPU."""
+    return [
+        Check(name, load) for name, case in (SELF_TESTS | TIMED).items() if gpu.family in kernels.TABLE[case.kernel]
+    ]
 
 
 def run_all(todo: Sequence[Check], device: str, **options: Any) -> list[Record]:
@@ -44,7 +38,7 @@ def run_all(todo: Sequence[Check], device: str, **options: Any) -> list[Record]:
     for i, check in enumerate(todo, 1):
         record = run(check, device, **options)
         message = record["message"] and f": {record['message']}"
-        line = f"[{i}/{len(todo)}] {record['result']:9} {check}{message}"
+        line = f"[{i}/{len(todo)}] {record['result']:9} {check.name}{message}"
         print(fill(line, indent="    "), file=sys.stderr, flush=True)
         records.append(record)
     return records
@@ -80,7 +74,6 @@ def run(check: Check, device: str, time_limit: float = TIME_LIMIT, context: Any 
     where = "" if is_over or not step else f"{step}: "
     return {
         "call": check.name,
-        "unverified": check.unverified,
         "launches": [],
         "results": {},
         **record,
@@ -139,7 +132,6 @@ def per_kernel(records: Iterable[Record], gpu: Gpu) -> list[Record]:
         rows.append(
             {
                 "kernel": kernel,
-                "unverified": kernels.is_unverified(kernel, gpu),
                 "result": result,
                 "calls": len(ended),
                 "why": failing[0]["call"] + ": " + failing[0]["message"] if failing else "",
@@ -152,7 +144,7 @@ def per_kernel(records: Iterable[Record], gpu: Gpu) -> list[Record]:
 
 def summary(row: Record) -> str:
     """A row of `per_kernel` in one line."""
-    parts = [row["result"] + ", which no such GPU had run" * row["unverified"]]
+    parts = [row["result"]]
     if row["error"] is not None:
         calls = f"{row['calls']} call{'s' * (row['calls'] > 1)}"
         parts.append(f"{calls}, error at most {row['error'] / row['bound']:.2f} of its bound")

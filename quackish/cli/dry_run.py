@@ -148,8 +148,6 @@ def linear_cross_entropy(op: Operation, args: Args, gpu: Gpu, passes: tuple[str,
         "Chunks": f"{num_chunks} in forward, of {' and '.join(sizes)} rows; at most {plan.chunk_rows}",
     }
     notes = ["All rows count as live: only the GPU knows how many are ignored, and skips those."]
-    if any(step.kernel == "torch.mm" for step in recorder.steps):
-        notes.append("torch.mm and torch.addmm are cuBLAS GEMMs: no GEMM of quackish runs on this GPU.")
     return DryRun(None, decisions, recorder.steps, recorder.peak, recorder.buffers(), notes)
 
 

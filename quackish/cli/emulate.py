@@ -2,7 +2,7 @@
 
     quackish emulate rms_norm 64x256 --gpu b200
     quackish emulate linear_cross_entropy 70x64x300 --schedule recompute --seed 3
-    quackish emulate linear_cross_entropy 70x64x300 --gpu b200 --unverified
+    quackish emulate linear_cross_entropy 70x64x300 --gpu b200
 
 Runs forward and backward, compares the results with the reference in fp64, and counts for each launch: matrix
 instructions (MMAs), bytes read from and written to global memory, phases of barriers, bytes of shared memory and
@@ -29,7 +29,6 @@ from quackish.errors import UnsupportedError
 from quackish.gpu import NAMED
 from quackish.operations import OPERATIONS
 from quackish.operations.table import in_fp64
-from quackish.ops.device import unverified_kernels
 from quackish.testing.errors import error
 
 _ENTRIES = tuple(OPERATIONS.values())
@@ -55,10 +54,7 @@ def run(args: argparse.Namespace) -> int:
     except ImportError as why:
         raise CommandError(str(why)) from None
     try:
-        with (
-            unverified_kernels(args.unverified),
-            quackish.emulate(args.gpu, args.completion, args.seed) as report,
-        ):
+        with quackish.emulate(args.gpu, args.completion, args.seed) as report:
             results = op.call(call_args, "auto")
     except (UnsupportedError, ToolMissing) as why:
         raise CommandError(str(why)) from None

@@ -2,7 +2,7 @@
 
     quackish explain rms_norm_backward 16384x4096 --gpu b200
     quackish explain linear_cross_entropy 8192x4096x128256 --schedule recompute
-    quackish explain linear_cross_entropy 8192x4096x128256 --gpu b200 --unverified
+    quackish explain linear_cross_entropy 8192x4096x128256 --gpu b200
     quackish explain grouped_mlp 131072x2048x768x128 --scales
 
 Needs no GPU. Each kernel is compiled for the chosen GPU, which takes a second, to read its registers and shared memory
@@ -24,12 +24,11 @@ from quackish import kernels, launch
 from quackish.argument_types import one_of
 from quackish.cli import operations
 from quackish.cli.dry_run import DryRun, Point, Step, frontier
-from quackish.cli.operations import CALLS, call_arguments, dry_run_call, hides_gemm, select_gpu
+from quackish.cli.operations import call_arguments, dry_run_call, select_gpu
 from quackish.configs.choose import Choice
 from quackish.console import Progress, fill, table_of, text_table
 from quackish.gpu import NAMED, Gpu, Roofs, roofs_of
 from quackish.launch import Resources
-from quackish.ops.device import unverified_kernels
 from quackish.profiling import speeds
 from quackish.work import describe, estimate
 
@@ -58,12 +57,11 @@ def text(args: argparse.Namespace) -> str:
     where = f"{gpu.name} ({gpu.target}, {gpu.sm_count} SMs)" if gpu else "a CPU"
     head = [f"{args.op} {args.shape} {args.dtype} on {where}", *[f"GPU: {why}"] * bool(why)]
     if dry.portable is not None:
-        return _filled([*head, "Path: the portable path, in plain PyTorch", f"Why: {dry.portable}", *_hint(args, gpu)])
+        return _filled([*head, "Path: the portable path, in plain PyTorch", f"Why: {dry.portable}"])
     head += ["Path: quackish's kernels", *(f"{title}: {decision}" for title, decision in dry.plan.items())]
     roofs, notes = roofs_of(gpu), list(dry.notes)
-    if gpu.family != "sm_90":
+    if gpu.family in kernels.EMULATED_ONLY:
         notes.append("No Blackwell GPU has run these kernels: they are compiled and emulated. See docs/blackwell.md.")
-    notes += _hint(args, gpu)
     distinct = list(dict.fromkeys((s.kernel, s.problem, s.choice) for s in dry.steps if s.choice is not None))
     usage = [] if args.no_compile else _resource_usage(distinct, gpu, notes)
     notes += dict.fromkeys(f"{s.kernel}: {s.work.note}." for s in dry.steps if s.work.note)
@@ -72,9 +70,7 @@ def text(args: argparse.Namespace) -> str:
         parts.append(_resource_table(distinct, usage, gpu))
     parts.append(_memory_table(dry))
     if args.op == "linear_cross_entropy":
-        with unverified_kernels(args.unverified):
-            points = frontier(call_arguments(args), gpu)
-        parts.append(_limit_table(points, not args.no_grad))
+        parts.append(_limit_table(frontier(call_arguments(args), gpu), not args.no_grad))
         if not args.no_grad:
             notes.append(
                 "Expected times: expected_time in quackish/configs/linear_cross_entropy.py, all gradients, bf16."
@@ -86,14 +82,6 @@ def _filled(lines: Sequence[str]) -> str:
     return "\n".join(fill(line, indent="  ") for line in lines)
 
 
-def _hint(args: argparse.Namespace, gpu: Gpu | None) -> list[str]:
-    """A line on the GEMM that the call does not use, if there is one."""
-    if not hides_gemm(args, gpu):
-        return []
-    gemm = CALLS[args.op][0].gemm
-    return [f"quackish has a GEMM for {gpu.name}, {gemm}, that no such GPU has run: --unverified shows its launches."]
-
-
 def _resource_usage(distinct: list[_Kernel], gpu: Gpu, notes: list[str]) -> list[Resources]:
     """The resources of each kernel; empty, with a note, if they cannot be read."""
     usage: list[Resources] = []
@@ -101,7 +89,7 @@ def _resource_usage(distinct: list[_Kernel], gpu: Gpu, notes: list[str]) -> list
         with Progress(len(distinct)) as show:
             for name, problem, choice in distinct:
                 show(len(usage), "compiling kernels")
-                kernel = kernels.find(name, gpu, unverified=True)
+                kernel = kernels.find(name, gpu)
                 usage.append(launch.resources(kernel, problem, choice.config, gpu.target))
     except (FileNotFoundError, ModuleNotFoundError) as error:
         why = "nvidia-cutlass-dsl, the compiler, is not installed." if isinstance(error, ImportError) else error
@@ -144,7 +132,7 @@ def _kernel_list(distinct: list[_Kernel], gpu: Gpu) -> str:
     numbers: dict[str, list[str]] = {}
     for i, (name, problem, choice) in enumerate(distinct, 1):
         config = " ".join(f"{name}={value}" for name, value in vars(choice.config).items())
-        kernel = f"[{i}] {name}, class {kernels.find(name, gpu, unverified=True).__name__}: {describe(problem, {})}"
+        kernel = f"[{i}] {name}, class {kernels.find(name, gpu).__name__}: {describe(problem, {})}"
         lines += [fill(kernel, indent="    "), fill(config, "    ")]
         numbers.setdefault(f"{choice.source}: {choice.reason}", []).append(f"[{i}]")
     reasons = [fill(f"{' '.join(numbered)} {reason}", indent="    ") for reason, numbered in numbers.items()]

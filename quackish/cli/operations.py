@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from quackish import kernels
 from quackish.argument_types import one_of
 from quackish.cli import dry_run
 from quackish.cli.dry_run import DryRun
@@ -14,7 +13,7 @@ from quackish.cli.parser import CommandError
 from quackish.gpu import H200, NAMED, Gpu, gpu_of
 from quackish.operations import OPERATIONS
 from quackish.operations.table import DTYPES, Args, Operation, parse_shape
-from quackish.ops.device import unverified_kernels, why_unsupported
+from quackish.ops.device import why_unsupported
 
 # The operations that explain, precompile and tune take, and (operation, passes) by name: rms_norm_forward is one pass.
 DRY = tuple(op for op in OPERATIONS.values() if op.has_dry_run)
@@ -36,8 +35,6 @@ def add_shape_and_options(parser: argparse.ArgumentParser, entries: Sequence[Ope
     parser.add_argument("shapes" if shapes else "shape", metavar="SHAPE", help=shape_help, nargs=shapes or None)
     dtype_help = f"dtype of input and weight: {', '.join(DTYPES)} (bf16)"
     parser.add_argument("--dtype", type=one_of(DTYPES), default="bfloat16", help=dtype_help)
-    unverified_help = "with kernels that no such GPU has run: the GEMMs for Blackwell"
-    parser.add_argument("--unverified", action="store_true", help=unverified_help)
     groups: dict[str, Any] = {", ".join(op.name for op in entries): parser}
     for name, option in {name: option for op in entries for name, option in op.options.items()}.items():
         title = ", ".join(op.name for op in entries if name in op.options)
@@ -57,16 +54,9 @@ def dry_run_call(args: argparse.Namespace, gpu: Gpu | None) -> DryRun:
     if gpu is None:
         return DryRun(portable=why_unsupported(args.op, op.kernel, torch.device("cpu")))
     try:
-        with unverified_kernels(args.unverified):
-            return dry_run.dry_run(op, meta, gpu, passes, args.op)
+        return dry_run.dry_run(op, meta, gpu, passes, args.op)
     except ValueError as error:
         raise CommandError(str(error).removeprefix(f"{op.name}: ")) from None
-
-
-def hides_gemm(args: argparse.Namespace, gpu: Gpu | None) -> bool:
-    """True if the operation has a GEMM on `gpu` that a call uses only with --unverified."""
-    gemm = CALLS[args.op][0].gemm
-    return gpu is not None and gemm is not None and kernels.is_unverified(gemm, gpu) and not args.unverified
 
 
 def call_arguments(args: argparse.Namespace) -> Args:

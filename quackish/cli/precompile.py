@@ -149,7 +149,7 @@ def requests_of(op: str, shape: str, gpu: str) -> list[launch.Request]:
 def _requests_of(dry: DryRun, gpu: Gpu) -> Iterator[launch.Request]:
     for step in dry.steps:
         if step.choice is not None:  # else PyTorch launches it
-            kernel = kernels.find(step.kernel, gpu, unverified=True)  # the dry run chose it
+            kernel = kernels.find(step.kernel, gpu)
             yield launch.Request(kernel, step.problem, step.choice.config, gpu.target)
 
 

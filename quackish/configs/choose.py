@@ -16,7 +16,6 @@ from quackish.configs import (
     gemm_sm100,
     grouped_gemm,
     grouped_gemm_sm100,
-    lce_cublas,
     lce_rows,
     rms_norm,
     table,
@@ -77,9 +76,6 @@ FIXED: dict[str, tuple[type, Callable[[Any], Any]]] = {
     "lce_bias": (lce_rows.LceBiasProblem, lce_rows.lce_bias_config),
     "lce_scatter": (lce_rows.LceScatterProblem, lambda problem: lce_rows.LceRowsConfig()),
     "lce_scale": (lce_rows.LceScaleProblem, lambda problem: lce_rows.LceScaleConfig()),
-    "lce_exp": (lce_cublas.LceExpProblem, lambda problem: lce_rows.LceRowsConfig()),
-    "lce_rescale": (lce_cublas.LceRescaleProblem, lambda problem: lce_rows.LceRowsConfig()),
-    "lce_clear": (lce_cublas.LceClearProblem, lambda problem: lce_rows.LceRowsConfig()),
 }
 
 # User's name -> name of kernels.find(), for the kernels with a rule.

@@ -142,8 +142,8 @@ class GemmProblem:
         return ScaledArgs() if self.scaled else None
 
 
-def logits_args(kind: str, p: Any) -> SoftmaxArgs | DlogitsArgs:
-    """The arguments of epilogue `kind` of the logits. p: a GemmProblem, or LceExpProblem, which has the same fields."""
+def logits_args(kind: str, p: "GemmProblem") -> SoftmaxArgs | DlogitsArgs:
+    """The arguments of epilogue `kind` of the logits."""
     shared = dict(
         bias=optional(p.bias_dtype), class_weight=F32 if p.weighted else None,
         logit_scale=F32 if p.logit_scale else None,

@@ -274,7 +274,6 @@ class ScatterArgs(NamedTuple):
 class LceScatterProblem:
     h: int  # a multiple of 8
     dx_dtype: str
-    row_scale: bool = False  # rows are multiplied by the RowState's row_scale
 
     @property
     def args(self) -> ScatterArgs:
@@ -308,7 +307,7 @@ class LceCompactConfig:
 
 @dataclasses.dataclass(frozen=True)
 class LceRowsConfig:
-    """One warp per row, so the order of a row's sums depends only on its length; `lce_exp`: one per tile of a row."""
+    """One warp per row, so the order of a row's sums depends only on its length."""
 
     threads: int = 256
     vectors: int = 4  # 16-byte vectors in flight per thread and tensor

@@ -41,32 +41,12 @@ TABLE = {  # kernel -> GPU family -> module:class
     "lce_bias": _on_all("linear_cross_entropy.bias:LceBias"),
     "lce_scatter": _on_all("linear_cross_entropy.scatter:LceScatter"),
     "lce_scale": _on_all("linear_cross_entropy.scale:LceScale"),
-    # around cuBLAS GEMMs, on GPUs without lce_gemm
-    "lce_exp": _on_all("linear_cross_entropy.exp:LceExp"),
-    "lce_rescale": _on_all("linear_cross_entropy.rescale:LceRescale"),
-    "lce_clear": _on_all("linear_cross_entropy.clear:LceClear"),
 }
 
 
-# (kernel, GPU family) that no such GPU has run, where a call has another way: cuBLAS or the portable path. They are
-# used if `allow_unverified`, which `quackish.use_unverified_kernels` sets. A commit that removes an entry adds the
+# Families of GPUs that have not run these kernels, which the emulator has. A commit that takes one out adds the
 # quackish-check.json of such a GPU, which `quackish doctor --check` writes: see docs/blackwell.md.
-UNVERIFIED = {(kernel, family) for kernel in ("lce_gemm", "grouped_gemm") for family in ("sm_100", "sm_103")}
-WHY_UNVERIFIED = (
-    "quackish's GEMMs for Blackwell have run in the emulator only, so linear_cross_entropy uses cuBLAS's GEMMs, and "
-    "grouped_mlp, grouped_mm and moe_mlp run the portable path. `quackish doctor --check` tests them on this "
-    "GPU; quackish.use_unverified_kernels(True) allows them."
-)
-allow_unverified = False
-
-
-def is_unverified(name: str, gpu: Gpu) -> bool:
-    """True if the table has kernel `name` for this GPU, but no such GPU has run it."""
-    return gpu.family in TABLE[name] and (name, gpu.family) in UNVERIFIED
-
-
-def has_unverified(gpu: Gpu) -> bool:
-    return any(is_unverified(name, gpu) for name in TABLE)
+EMULATED_ONLY = ("sm_100", "sm_103")
 
 
 class KernelClass:
@@ -85,11 +65,8 @@ class KernelClass:
 _classes: dict[tuple[str, str], KernelClass] = {}
 
 
-def find(name: str, gpu: Gpu, unverified: bool | None = None) -> KernelClass:
-    """The class of kernel `name`. Raises UnsupportedError if it does not support `gpu`.
-
-    unverified: whether a kernel may be UNVERIFIED on this GPU; None: as `allow_unverified` says.
-    """
+def find(name: str, gpu: Gpu) -> KernelClass:
+    """The class of kernel `name`. Raises UnsupportedError if it does not support `gpu`."""
     paths = TABLE.get(name, {})
     op = name.removesuffix("_fwd").removesuffix("_bwd")  # the user's name for it
     if gpu.family not in paths:
@@ -98,7 +75,5 @@ def find(name: str, gpu: Gpu, unverified: bool | None = None) -> KernelClass:
             f"{op}: no kernel for {gpu.family} ({gpu.name}); supported: {supported}. "
             'backend="auto" runs the portable path.'
         )
-    if is_unverified(name, gpu) and not (allow_unverified if unverified is None else unverified):
-        raise UnsupportedError(f"{op}: no kernel that a {gpu.name} ({gpu.family}) has run. {WHY_UNVERIFIED}")
     module, _, cls = paths[gpu.family].partition(":")
     return once(_classes, (module, cls), KernelClass, f"{__name__}.{module}", cls)

@@ -46,7 +46,6 @@ GROUPED_MLP = Operation(
     results=("y",),
     leaves=("x", "w1", "w2", "w3", "b1", "b2", "scales"),
     kernel="grouped_gemm",
-    gemm="grouped_gemm",
     dims=("R", "H", "I", "E"),
     example="131072x2048x768x128",
     small=(64, 64, 32, 4),

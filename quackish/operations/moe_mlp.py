@@ -24,7 +24,6 @@ MOE_MLP = Operation(
     results=("out",),
     leaves=("x", "top_k_weights", "w1", "w2", "w3", "b1", "b2"),
     kernel="grouped_gemm",
-    gemm="grouped_gemm",
     dims=("T", "H", "I", "E", "K"),
     example="16384x2048x768x128x8",
     small=(32, 64, 32, 4, 2),

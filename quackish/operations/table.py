@@ -72,7 +72,6 @@ class Operation:
     make: Callable[[Maker, tuple[int, ...], Options], Args]  # the arguments besides those that options set
     options: dict[str, Option]
     passes: tuple[str, ...] = ()  # "forward" and "backward" if users can call them alone, as rms_norm_forward
-    gemm: str | None = None  # the kernel of its GEMMs
     has_dry_run: bool = True  # explain, precompile and tune take it: see quackish/cli/dry_run.py
 
     @property

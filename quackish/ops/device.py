@@ -21,7 +21,7 @@ from quackish.errors import UnsupportedError, check_bool, warn_once
 from quackish.gpu import Gpu, gpu_of
 from quackish.once import once
 from quackish.ops import cuda, workspace
-from quackish.ops.kernel_for import KernelFor, kernel_for
+from quackish.ops.kernel_for import Kernel, KernelFor, kernel_for
 from quackish.ops.modes import is_compiling
 
 # (shape, strides, dtype) -> uninitialized memory; shape and strides are tuples, not torch.Size
@@ -78,20 +78,13 @@ class Device:
         return self.empty((rows, columns), (columns, 1), dtype)
 
 
-_devices: dict[tuple[torch.device, bool], Device | str] = {}
+_devices: dict[torch.device, Device | str] = {}
 
 
-def _find(device: torch.device, unverified: bool) -> Device | str:
-    return once(_devices, (device, unverified), _create, device, unverified)
-
-
-def _create(device: torch.device, unverified: bool) -> Device | str:
-    """A GPU with unverified kernels has two Devices, one for each setting; other GPUs have one for both."""
+def _create(device: torch.device) -> Device | str:
     if device.type != "cuda" or torch.version.hip:  # ROCm's devices are "cuda" too
         return f"no kernel for {'AMD GPUs' if device.type == 'cuda' else f'{device.type} tensors'}."
     gpu = gpu_of(device.index)
-    if unverified and not kernels.has_unverified(gpu):
-        return _find(device, False)
     if gpu.family in kernels.FAMILIES:  # otherwise a compiler would not help
         try:
             toolchain.find()
@@ -99,7 +92,7 @@ def _create(device: torch.device, unverified: bool) -> Device | str:
             return str(error)
     return Device(
         gpu,
-        kernel_for,
+        _emulated_only_kernel_for if gpu.family in kernels.EMULATED_ONLY else kernel_for,
         cuda.empty,
         functools.partial(cuda.stream_of, device.index),
         functools.partial(workspace.take, device.index),
@@ -110,12 +103,34 @@ def _create(device: torch.device, unverified: bool) -> Device | str:
     )
 
 
+def _emulated_only_kernel_for(name: str, problem: Any, gpu: Gpu) -> Kernel:
+    """`kernel_for`, with one warning per process."""
+    kernel = kernel_for(name, problem, gpu)
+    warn_once(
+        f"quackish's kernels for {gpu.family} ({gpu.name}) have run in an emulator but on no such GPU: they might hang "
+        "or give wrong results. `quackish doctor --check` tests them on this GPU; quackish.use_kernels(False) turns "
+        "them off.",
+        RuntimeWarning,
+    )
+    return kernel
+
+
 def device_of(device: torch.device) -> Device | str:
     """The Device of tensors on `device`; a sentence if no kernel runs there. The same object until it changes."""
-    for where, *substitutes in _substitutes:
+    found = _find(device)
+    return found if _uses_kernels or _is_substitute(found) or isinstance(found, str) else _TURNED_OFF
+
+
+def _find(device: torch.device) -> Device | str:
+    """`device_of` without the switch."""
+    for where, substitute in _substitutes:
         if where == device or (where.index is None and where.type == device.type):
-            return substitutes[kernels.allow_unverified]
-    return _find(device, kernels.allow_unverified)
+            return substitute
+    return _devices.get(device) or once(_devices, device, _create, device)
+
+
+def _is_substitute(found: Device | str | None) -> bool:
+    return isinstance(found, Device) and found.index is None
 
 
 def why_unsupported(op: str, kernel: str, device: torch.device) -> str:
@@ -135,8 +150,11 @@ def why_unsupported(op: str, kernel: str, device: torch.device) -> str:
 
 
 def require_device(op: str, device: torch.device) -> Device:
-    """The Device of tensors for which kernels were chosen. RuntimeError if they have none any more."""
-    found = device_of(device)
+    """The Device of tensors for which kernels were chosen, even if they were turned off since then.
+
+    RuntimeError if they have none any more.
+    """
+    found = _find(device)
     if isinstance(found, str):
         raise RuntimeError(
             f"{op}: {found} Its kernels were chosen inside a `with quackish.emulate(...)` block; expected to run "
@@ -146,8 +164,11 @@ def require_device(op: str, device: torch.device) -> Device:
 
 
 def expects_kernels(device: torch.device) -> bool:
-    """True on GPUs and substitutes, where the portable path gives a warning. Other devices never have a kernel."""
-    return device.type == "cuda" or isinstance(device_of(device), Device)
+    """True on GPUs and substitutes, where the portable path gives a warning.
+
+    Other devices never have a kernel, and `use_kernels(False)` asked for the portable path.
+    """
+    return (device.type == "cuda" and _uses_kernels) or isinstance(device_of(device), Device)
 
 
 def requires_kernels(device: torch.device, backend: str) -> bool:
@@ -194,14 +215,7 @@ def report_portable(why: str, device: torch.device, backend: str) -> None:
     """`refuse_portable`, then one warning per reason on GPUs and substitutes. torch.compile cannot trace it."""
     refuse_portable(why, device, backend)
     if expects_kernels(device):
-        warn_once(kernels.WHY_UNVERIFIED if kernels.WHY_UNVERIFIED in why else why)
-
-
-def warn_unverified(device: Device, kernel: str) -> None:
-    """Warns once per process on a real GPU whose `kernel` is not used because no such GPU has run it."""
-    is_real = device.index is not None
-    if is_real and kernels.is_unverified(kernel, device.gpu) and not kernels.allow_unverified:
-        warn_once(kernels.WHY_UNVERIFIED)
+        warn_once(why)
 
 
 def as_current(device: torch.device) -> AbstractContextManager:
@@ -218,21 +232,23 @@ def forward_device(device: torch.device) -> Device | str | None:
 
 
 def check_same_device(op: str, forward: Device | str | None, device: torch.device) -> None:
-    """RuntimeError if tensors on `device` have another Device than in forward, whose results may differ in layout.
+    """RuntimeError if only one of forward and backward runs in a block of `substitute`, or each in another one.
 
-    Compiled code has no such check: torch.compile is refused where the Device may change (`refuse_compile`).
+    Compiled code has no such check: torch.compile is refused in such blocks (`refuse_compile`).
     """
-    if not is_compiling() and device_of(device) is not forward:
+    if is_compiling():
+        return
+    found = _find(device)
+    if found is not forward and (_is_substitute(found) or _is_substitute(forward)):
         raise RuntimeError(
             f"{op}: {device} tensors had another device of kernels in forward; expected backward inside the same "
-            "`with quackish.emulate(...)` block as its forward, and with the same setting of use_unverified_kernels"
+            "`with quackish.emulate(...)` block as its forward"
         )
 
 
 # Substitutes ----------------------------------------------------------------------------------------------------------
 
-# One per block, innermost first: where, and its Devices without and with unverified kernels.
-_substitutes: tuple[tuple[torch.device, Device, Device], ...] = ()
+_substitutes: tuple[tuple[torch.device, Device], ...] = ()  # one per block, innermost first
 
 
 @contextlib.contextmanager
@@ -244,8 +260,7 @@ def substitute(where: torch.device | str, device: Device) -> Iterator[None]:
     raises outside, except in a checkpoint with use_reentrant=True, which runs its forward again where backward runs.
     """
     global _substitutes
-    other = dataclasses.replace(device, cache={}) if kernels.has_unverified(device.gpu) else device
-    entry = torch.device(where), *((other, device) if kernels.allow_unverified else (device, other))
+    entry = torch.device(where), device
     with choose.changing():
         _substitutes = entry, *_substitutes
     try:
@@ -255,29 +270,21 @@ def substitute(where: torch.device | str, device: Device) -> Iterator[None]:
             _substitutes = tuple(other for other in _substitutes if other is not entry)
 
 
-# Kernels that no GPU of their kind has run ----------------------------------------------------------------------------
+# The switch -----------------------------------------------------------------------------------------------------------
+
+_uses_kernels = True
+_TURNED_OFF = "quackish.use_kernels(False) turned kernels off."
 
 
-def use_unverified_kernels(enabled: bool) -> None:
-    """Allows kernels that have run in the emulator only: the GEMMs for Blackwell. They are not used otherwise.
+def use_kernels(enabled: bool) -> None:
+    """Turns kernels off or on for the whole process, to find out whether a kernel is to blame for something.
 
-    Without them `linear_cross_entropy` uses cuBLAS's GEMMs on Blackwell, and `grouped_mlp`, `grouped_mm` and `moe_mlp`
-    run the portable path. Both give other bits, so call this on every rank, before the first forward pass. It applies
-    to the whole process; backward must run with the same setting as its forward, or raises RuntimeError. Code that
-    torch.compile has compiled keeps its setting. GPUs whose kernels have all run are not affected. `quackish doctor
-    --check` tests the kernels of a GPU.
+    With False, `backend="auto"` is the portable path on every GPU, without a warning, also in patched models and
+    trainers; `backend="cute"` raises UnsupportedError. Other bits result, so call it on every rank, before the first
+    forward pass. A backward pass whose forward ran kernels may still run them. Code that torch.compile has traced keeps
+    what it was traced with, and a `with quackish.emulate(...)` block works as before. It costs nothing per call.
     """
-    check_bool("use_unverified_kernels", enabled=enabled)
+    global _uses_kernels
+    check_bool("use_kernels", enabled=enabled)
     with choose.changing():
-        kernels.allow_unverified = enabled
-
-
-@contextlib.contextmanager
-def unverified_kernels(enabled: bool = True) -> Iterator[None]:
-    """`use_unverified_kernels(enabled)` inside the block, and the former setting after it."""
-    former = kernels.allow_unverified
-    use_unverified_kernels(enabled)
-    try:
-        yield
-    finally:
-        use_unverified_kernels(former)
+        _uses_kernels = enabled

@@ -41,7 +41,7 @@ from quackish.ops.linear_cross_entropy.checks import (
     make_inputs,
     make_options,
 )
-from quackish.ops.linear_cross_entropy.launches import RowKernels
+from quackish.ops.linear_cross_entropy.launches import LceKernels
 from quackish.ops.linear_cross_entropy.operators import Outputs, Saved, run_backward, run_forward
 from quackish.ops.modes import are_plain, check_memory, is_compiling, is_transformed
 from quackish.parallel.collectives import all_gather, sum_over_ranks
@@ -414,7 +414,7 @@ def _with_a_class(inputs: Inputs) -> Inputs:
 
 def _make_shard_call(
     inputs: Inputs, options: Options, ranks: _Ranks, start: int
-) -> tuple[Inputs, Plan, GradsNeeded, RowKernels | None]:
+) -> tuple[Inputs, Plan, GradsNeeded, LceKernels | None]:
     """The arguments of the one-GPU operation on this shard, its plan, the gradients to compute, and its kernels.
 
     Its loss is nll, or with label smoothing the smooth term of combine.py. A target owned by another rank becomes

@@ -181,7 +181,7 @@ def examine(kernel: str, problem: Any, configs: Sequence[Any], gpu: Gpu) -> Iter
 
 
 def fits(kernel: str, problem: Any, config: Any, gpu: Gpu) -> bool:
-    request = Request(kernels.find(kernel, gpu, unverified=True), problem, config, gpu.target)  # a dry run chose it
+    request = Request(kernels.find(kernel, gpu), problem, config, gpu.target)  # a dry run chose it
     try:
         used = launch.resources(*request)
         if used.stack_bytes or used.local_loads or used.local_stores:

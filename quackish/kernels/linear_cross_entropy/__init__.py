@@ -8,5 +8,4 @@ targets.py   adds the target entries' part to the weight gradient
 bias.py      computes the bias gradient
 scatter.py   scatters rows of the input gradient
 scale.py     multiplies gradients by the incoming gradient, in place
-exp.py, rescale.py, clear.py   replace the GEMM epilogues on the cuBLAS path
 """

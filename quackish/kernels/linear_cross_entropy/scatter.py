@@ -1,8 +1,8 @@
-"""Linear cross entropy: dx[order[start + i]] = acc[i] * row_scale[i] for the live rows of a chunk. One warp per row."""
+"""Linear cross entropy: dx[order[start + i]] = acc[i] for the live rows of a chunk. One warp per row."""
 
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Float32, Int64, const_expr
+from cutlass import Float32, Int64
 
 from quackish.configs.lce_rows import LceRowsConfig, LceScatterProblem, ScatterArgs
 from quackish.kernels.common.dependent_launch import after_previous
@@ -28,7 +28,4 @@ class LceScatter(RowKernel):
         if i < a.rows:
             if a.start + i < load_at(a.state.num_live, 0):
                 row, out = a.acc + Int64(i) * h, a.dx + Int64(load_at(a.state.order, a.start + i)) * h
-                factor = Float32(1.0)
-                if const_expr(self.problem.row_scale):
-                    factor = load_at(a.state.row_scale, i)
-                convert_row(row, out, h, cute.arch.lane_idx(), factor, self.config.vectors)
+                convert_row(row, out, h, cute.arch.lane_idx(), Float32(1.0), self.config.vectors)

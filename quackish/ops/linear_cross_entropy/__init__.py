@@ -9,7 +9,6 @@ steps.py       the steps of schedules, each one or a few launches
 calls.py       arguments and results of schedules
 buffers.py     memory that launches share: matrices, exp_logits, the RowState
 launches.py    launches kernels
-cublas.py      the same launches with cuBLAS GEMMs, for GPUs without a GEMM kernel
 warm_up.py     compiles all kernels of a call in parallel before its first launch
 memory.py      peak memory of a call, and `memory_limit`
 portable.py    plain PyTorch on any device, one chunk of logits at a time

@@ -25,7 +25,7 @@ from quackish.ops.linear_cross_entropy.checks import (
     make_options,
     resolve_compute_dtype,
 )
-from quackish.ops.linear_cross_entropy.launches import RowKernels
+from quackish.ops.linear_cross_entropy.launches import LceKernels
 from quackish.ops.linear_cross_entropy.warm_up import prepare
 from quackish.ops.modes import are_plain, autocast_dtype, is_compiling, is_plain, is_transformed
 from quackish.reference.linear_cross_entropy import LinearCrossEntropyStats
@@ -265,10 +265,10 @@ class LinearCrossEntropyLoss(nn.Module):
 
 MODULE_OPTIONS = [name for name in Options._fields if name not in ("return_lse", "return_stats")]
 _MAX_PLANS = 4096  # the cache is cleared when full: with packed sequences, shapes may be new in every step
-_plans: dict[tuple, tuple[Plan, RowKernels | None]] = {}
+_plans: dict[tuple, tuple[Plan, LceKernels | None]] = {}
 
 
-def plan_for(inputs: Inputs, options: Options) -> tuple[Plan, RowKernels | None]:
+def plan_for(inputs: Inputs, options: Options) -> tuple[Plan, LceKernels | None]:
     """The plan for these arguments, and its kernels, if any. A cached plan implies that the arguments are valid."""
     try:
         key = choose.epoch, key_of(inputs, options)
@@ -282,7 +282,7 @@ def plan_for(inputs: Inputs, options: Options) -> tuple[Plan, RowKernels | None]
     return found
 
 
-def _new_plan(inputs: Inputs, options: Options) -> tuple[Plan, RowKernels | None]:
+def _new_plan(inputs: Inputs, options: Options) -> tuple[Plan, LceKernels | None]:
     plan, kernels = make_plan(inputs, options, eager=True), None
     if plan.why_portable is None:
         kernels = autograd.kernels_on(inputs.input.device)
@@ -319,8 +319,7 @@ def make_plan(inputs: Inputs, options: Options, eager: bool = False) -> Plan:
     compute_dtype = resolve_compute_dtype(inputs)
     why_portable = ""
     if m > 0 and backend != "reference":  # without rows, the portable path is enough
-        # any GEMM will do, ours or cuBLAS's: see make_kernels
-        why_portable = why_unsupported("linear_cross_entropy", "lce_rows", device)
+        why_portable = why_unsupported("linear_cross_entropy", "lce_gemm", device)
         why_portable = why_portable or _not_covered(compute_dtype, h) or None
     if why_portable:
         refuse_portable(why_portable, device, backend)

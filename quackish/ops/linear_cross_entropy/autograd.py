@@ -9,13 +9,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quackish import kernels as kernel_table
 from quackish.configs.arguments import by_name
 from quackish.configs.gemm import NUM_TICKETS
-from quackish.errors import UnsupportedError
 from quackish.once import once
 from quackish.ops.cuda import dtype_of
-from quackish.ops.device import Device, check_same_device, device_of, require_device, warn_unverified
+from quackish.ops.device import Device, check_same_device, device_of, require_device
 from quackish.ops.linear_cross_entropy import schedules
 from quackish.ops.linear_cross_entropy.buffers import RowState, padded_matrix
 from quackish.ops.linear_cross_entropy.calls import (
@@ -29,8 +27,7 @@ from quackish.ops.linear_cross_entropy.calls import (
     unpack,
 )
 from quackish.ops.linear_cross_entropy.checks import Inputs
-from quackish.ops.linear_cross_entropy.cublas import CublasKernels
-from quackish.ops.linear_cross_entropy.launches import LceKernels, Loop
+from quackish.ops.linear_cross_entropy.launches import LceKernels
 from quackish.ops.linear_cross_entropy.schedules import grads_in_forward, scale_grads
 from quackish.ops.modes import as_plain, check_memory
 from quackish.reference.linear_cross_entropy import accumulate_dtype
@@ -40,22 +37,12 @@ _NO_RESULT, _NO_GRADS = ForwardResult(None), GradOutputs()
 _GRAD_NAMES = [f"grad_{name}" for name in GradOutputs._fields]
 
 
-def make_kernels(device: Device, loop: Loop = iter) -> LceKernels | CublasKernels:
-    """New kernels of a device: with our GEMM if the kernel table has one for the GPU, else with cuBLAS's."""
-    try:
-        kernel_table.find("lce_gemm", device.gpu)
-    except UnsupportedError:
-        warn_unverified(device, "lce_gemm")
-        return CublasKernels(device, loop)
-    return LceKernels(device, loop)
-
-
-def kernels_of(device: Device) -> LceKernels | CublasKernels:
+def kernels_of(device: Device) -> LceKernels:
     """The kernels that the calls on a device share."""
-    return once(device.cache, "linear_cross_entropy", make_kernels, device)
+    return once(device.cache, "linear_cross_entropy", LceKernels, device)
 
 
-def kernels_on(device: torch.device) -> LceKernels | CublasKernels:
+def kernels_on(device: torch.device) -> LceKernels:
     return kernels_of(require_device("linear_cross_entropy", device))
 
 

@@ -66,10 +66,26 @@ def representatives(items: Sequence[Any]) -> Iterator[tuple[Any, int]]:
 # Launches -------------------------------------------------------------------------------------------------------------
 
 
-class RowKernels:
-    """The kernels around the GEMMs, on one device. The first call of a kernel compiles or loads it.
+class _GemmFields(NamedTuple):
+    """Fields of GemmProblem."""
 
-    Arguments are those of the kernels (configs/lce_rows.py); `softcap` 0 means none. Each kernel's module documents it.
+    epilogue: str
+    a_major: str = "k"
+    b_major: str = "n"
+    live: str = "m"
+
+
+_DX, _DX_TO_ROWS, _DW = _GemmFields("store"), _GemmFields("rows"), _GemmFields("store", a_major="m", live="k")
+
+
+class LceKernels:
+    """The kernels on one device. The first call of a kernel compiles or loads it.
+
+    Arguments are those of the kernels (configs/lce_rows.py, configs/gemm.py); `softcap` 0 means none. Each kernel's
+    module documents it.
+
+    GEMM operands are bf16 or fp16, with unit stride along columns and row strides that are multiples of 8 elements.
+    Sums include live rows only: chunk rows [0, num_live - start), where num_live is on the device.
     """
 
     def __init__(self, device: Device, loop: Loop = iter):
@@ -138,27 +154,7 @@ class RowKernels:
         )  # fmt: skip
         kernel.launch(args, self.stream())
 
-
-class _GemmFields(NamedTuple):
-    """Fields of GemmProblem."""
-
-    epilogue: str
-    a_major: str = "k"
-    b_major: str = "n"
-    live: str = "m"
-
-
-_DX, _DX_TO_ROWS, _DW = _GemmFields("store"), _GemmFields("rows"), _GemmFields("store", a_major="m", live="k")
-
-
-class LceKernels(RowKernels):
-    """All kernels, on a GPU with a GEMM of ours.
-
-    GEMM operands are bf16 or fp16, with unit stride along columns and row strides that are multiples of 8 elements.
-    Sums include live rows only: chunk rows [0, num_live - start), where num_live is on the device.
-    """
-
-    keeps_residual = True  # `dw` can keep the rounding residual
+    # GEMMs
 
     def num_tiles(self, v: int) -> int:
         """Partial sums per row of `part_sum`."""

@@ -25,7 +25,7 @@ from quackish.ops.kernel_for import Kernel
 from quackish.ops.linear_cross_entropy import autograd, operators
 from quackish.ops.linear_cross_entropy.calls import GradOutputs, Grads, Plan
 from quackish.ops.linear_cross_entropy.checks import Inputs
-from quackish.ops.linear_cross_entropy.launches import representatives
+from quackish.ops.linear_cross_entropy.launches import LceKernels, representatives
 from quackish.ops.modes import is_compiling
 
 META = torch.device("meta")
@@ -224,7 +224,7 @@ class MemoryDryRun(MemoryCounter):
         self.kernels = None
         if self.plan.why_portable is None:
             gpu = gpu or autograd.kernels_on(request.device).gpu
-            self.kernels = autograd.make_kernels(Device(gpu, self.kernel_for, empty_on(META)), self.loop)
+            self.kernels = LceKernels(Device(gpu, self.kernel_for, empty_on(META)), self.loop)
         self.grad_bytes = 0
         self.forward_grad_bytes = 0  # of the gradients that the forward operator returns
 

@@ -59,7 +59,7 @@ from quackish.ops.linear_cross_entropy.buffers import (
     view_into,
 )
 from quackish.ops.linear_cross_entropy.calls import Call, Chunk, ForwardResult, GradOutputs, Grads, GradsNeeded, Plan
-from quackish.ops.linear_cross_entropy.launches import RowKernels
+from quackish.ops.linear_cross_entropy.launches import LceKernels
 from quackish.ops.linear_cross_entropy.steps import (
     add_targets,
     add_to_dw_out,
@@ -88,7 +88,7 @@ def forward(call: Call, needed: GradsNeeded, allow_dw_in_forward: bool = True) -
     allow_dw_in_forward: `recompute` may compute dw of the first classes; backward must then get the result's dw.
     """
     plan = call.plan
-    owns_dw, allow_dw_in_forward = call.dw_out is None, allow_dw_in_forward and call.kernels.keeps_residual
+    owns_dw = call.dw_out is None
     layout = forward_layout(plan, call.m, call.v, call.h, needed, owns_dw, allow_dw_in_forward)
     if plan.schedule == "recompute" and layout.columns:
         return recompute_forward(call, layout, needed)
@@ -141,7 +141,7 @@ def _layout(plan: Plan, m: int, v: int, h: int, needed: GradsNeeded, owns_dw: bo
     return choose_layout(*plan.config, m, v, h, needed.dx is not None, dw, owns_dw, dw_in_forward)
 
 
-def scale_grads(kernels: RowKernels, computed: ForwardResult, factor: Tensor, dw_out: Tensor | None) -> Grads:
+def scale_grads(kernels: LceKernels, computed: ForwardResult, factor: Tensor, dw_out: Tensor | None) -> Grads:
     """Scales forward's gradients by the loss's gradient, in place. Adds dw to dw_out if given."""
     grads = computed.grads
     partial_dw = None if computed.dw is None else computed.dw[: computed.dw_classes]

@@ -252,7 +252,7 @@ def allocate_first_slots(call: Call, v: int, dw_dtype: torch.dtype | None) -> Te
     None if the GEMM cannot keep the residual. Then the target entries stay in exp_logits, because adding their terms to
     a rounded dw would be less exact than rounding scaled_x.
     """
-    return call.device.vector(v, I32) if call.kernels.keeps_residual and dw_dtype not in (None, F32) else None
+    return call.device.vector(v, I32) if dw_dtype not in (None, F32) else None
 
 
 def extract_targets(call: Call, chunk: Chunk, v: int, first_slots: Tensor | None = None) -> None:

@@ -13,15 +13,13 @@ from quackish.ops.kernel_for import Kernel, request_for
 from quackish.ops.linear_cross_entropy import schedules
 from quackish.ops.linear_cross_entropy.autograd import (
     grads_needed,
-    make_kernels,
     prepare_call,
     prepare_grads,
     requires_grad,
 )
 from quackish.ops.linear_cross_entropy.calls import GradOutputs, Grads, GradsNeeded, Plan
 from quackish.ops.linear_cross_entropy.checks import Inputs
-from quackish.ops.linear_cross_entropy.cublas import CublasKernels
-from quackish.ops.linear_cross_entropy.launches import representatives
+from quackish.ops.linear_cross_entropy.launches import LceKernels, representatives
 
 _empty = empty_on("meta")
 
@@ -57,9 +55,7 @@ def prepare(inputs: Inputs, plan: Plan, device: Device) -> None:
     def loop(items: Sequence[Any]) -> Iterator[Any]:
         return (item for item, _ in representatives(items))
 
-    kernels = make_kernels(Device(device.gpu, record_request, _empty), loop)
-    if isinstance(kernels, CublasKernels):  # small kernels: all compile in 2 s
-        return
+    kernels = LceKernels(Device(device.gpu, record_request, _empty), loop)
     inputs = inputs._replace(**{name: _empty(t.shape, t.stride(), t.dtype) for name, t in tensors.items()})
     inputs = inputs._replace(
         input=_empty((m, h), (h if is_aligned else h + 1, 1), x.dtype),
