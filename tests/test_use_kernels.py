@@ -78,9 +78,7 @@ def test_without_kernels_everything_is_portable(as_gpu, warned):
     calls()
     assert launched == []
     assert [str(one.message) for one in warned] == []  # the user asked for it
-    with pytest.raises(
-        UnsupportedError, match=r"entropy: quackish.use_kernels\(False\) turned kernels off"
-    ):
+    with pytest.raises(UnsupportedError, match=r"entropy: quackish.use_kernels\(False\) turned kernels off"):
         loss_of("cute")
     quackish.use_kernels(True)
     calls()
