@@ -55,6 +55,13 @@ def recompute():
     return linear_cross_entropy("recompute")
 
 
+def grouped_mlp():
+    x, w1, w2 = normal(150, 64), normal(3, 128, 64, seed=1, scale=0.2), normal(3, 64, 64, seed=2, scale=0.2)
+    scales, offs = normal(150, seed=3), torch.tensor([70, 70, 140], dtype=torch.int32)
+    y = quackish.grouped_mlp(x, w1, w2, offs, scales=scales)
+    return y.detach(), *torch.autograd.grad(y, (x, w1, w2, scales), normal(150, 64, seed=4).detach())
+
+
 # Results --------------------------------------------------------------------------------------------------------------
 
 
