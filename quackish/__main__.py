@@ -40,7 +40,7 @@ def _chosen(argv: Sequence[str]) -> str | None:
 
 
 def _parse(argv: Sequence[str], chosen: str | None) -> argparse.Namespace:
-    args, unrecognized = parser_of([chosen] if chosen else []).parse_known_args(argv)
+    args, unrecognized = parser_of(chosen).parse_known_args(argv)
     if unrecognized:
         suggestion = did_you_mean(unrecognized[0].partition("=")[0], args.parser.options())
         args.parser.error(f"unrecognized arguments: {' '.join(unrecognized)}{suggestion}")

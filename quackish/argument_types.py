@@ -1,10 +1,9 @@
 """argparse types of options."""
 
 import argparse
-import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from quackish.errors import did_you_mean
 
@@ -16,18 +15,7 @@ def unknown(given: str, known: Iterable[str]) -> str:
     return f"{given!r} is unknown; expected one of {', '.join(known)}{did_you_mean(given, known)}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Words(Generic[T]):
-    """An argparse type for which shells complete `words`. `parse` decides what is legal."""
-
-    words: tuple[str, ...]
-    parse: Callable[[str], T]
-
-    def __call__(self, text: str) -> T:
-        return self.parse(text)
-
-
-def one_of(known: Mapping[str, T]) -> Words[T]:
+def one_of(known: Mapping[str, T]) -> Callable[[str], T]:
     """Maps a name in `known` (case-insensitive) to its value. Values are accepted as they are."""
 
     def parse(text: Any) -> T:
@@ -37,7 +25,7 @@ def one_of(known: Mapping[str, T]) -> Words[T]:
             raise argparse.ArgumentTypeError(unknown(text, known))
         return known[text.lower()]
 
-    return Words(tuple(known), parse)
+    return parse
 
 
 def size(text: str) -> int:

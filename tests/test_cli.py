@@ -1,9 +1,8 @@
-"""Shared by all commands: how they start, help, suggestions for mistyped names, completion, width, progress."""
+"""Shared by all commands: how they start, help, suggestions for mistyped names, width, progress."""
 
 import io
 import itertools
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -139,7 +138,7 @@ def test_a_command_shows_the_name_by_which_it_runs(by_module, script):
 
 # Help ----------------------------------------------------------------------------------------------------------------
 
-BARE = ["", "cache", "cache export", "bench", "bench compare", "completion", "emulate", "explain", "precompile", "tune"]
+BARE = ["", "cache", "cache export", "bench", "bench compare", "emulate", "explain", "precompile", "tune"]
 
 
 @pytest.mark.parametrize("words", BARE)
@@ -172,66 +171,6 @@ def test_a_command_without_arguments_prints_its_help(words, capsys):
 def test_mistakes(words, message, capsys):
     assert main(words.split()) == 2
     assert capsys.readouterr().err == f"{message}\n"
-
-
-# Completion ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="session")
-def bash_completion():
-    """Completes the words of a command line in bash."""
-    pytest.importorskip("shtab", reason="needs shtab")
-    bash = shutil.which("bash") or pytest.skip("needs bash")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "stdout", io.StringIO())
-        assert main(["completion", "bash"]) == 0
-        printed = sys.stdout.getvalue()
-
-    def complete(*words):
-        line = f"COMP_WORDS=(quackish {' '.join(map(repr, words))}); COMP_CWORD={len(words)}"
-        text = f'compopt() {{ :; }}\n{printed}\n{line}; COMP_LINE="${{COMP_WORDS[*]}}"; COMP_POINT=${{#COMP_LINE}}\n'
-        text += (
-            "$(complete -p quackish | sed 's/.*-F \\([^ ]*\\).*/\\1/') quackish\nprintf '%s\\n' \"${COMPREPLY[@]}\"\n"
-        )
-        done = subprocess.run([bash, "-c", text], capture_output=True, text=True, timeout=60)
-        assert not done.stderr
-        return done.stdout.split()
-
-    return complete
-
-
-@pytest.mark.parametrize(
-    "words, expected",
-    [
-        (("",), [*COMMANDS]),
-        (("ex",), ["explain"]),
-        (("explain", "lin"), ["linear_cross_entropy"]),
-        (("explain", "rms_norm", "4x4", "--gpu", "h100-"), ["h100-pcie", "h100-nvl"]),
-        (("precompile", "rms_norm", "4x4", "--gpu", "b"), ["b200", "b300"]),
-        (("explain", "linear_cross_entropy", "4x4x4", "--schedule", "re"), ["recompute"]),
-        (("explain", "rms_norm", "4x4", "--no-c"), ["--no-compile"]),
-        (("bench", "rms_norm", "--model", "llama3-8"), ["llama3-8b"]),
-        (("cache", "ver"), ["verify"]),
-    ],
-)
-def test_completion(words, expected, bash_completion):
-    if "bench" in words:
-        pytest.importorskip("matplotlib")
-    assert sorted(bash_completion(*words)) == sorted(expected)
-
-
-def test_completion_of_zsh(capsys):
-    pytest.importorskip("shtab", reason="needs shtab")
-    assert main(["completion", "zsh"]) == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith("#compdef quackish\n")
-    assert "h100-nvl" in printed
-
-
-def test_completion_without_shtab(capsys, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main(["completion", "bash"]) == 2
-    assert capsys.readouterr().err == "completion: shtab is not installed; `pip install shtab` installs it\n"
 
 
 # Width ---------------------------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ LAYERS = {
         quackish="_version errors variables files gpu configs reference launch kernels ops testing work profiling "
         "bench tune toolchain types operations emulation argument_types console program",
         outside="torch platformdirs",
-        lazy="matplotlib cutlass tvm_ffi triton emulator shtab",
+        lazy="matplotlib cutlass tvm_ffi triton emulator",
     ),
     "parallel": Layer(quackish="errors configs reference ops types", outside="torch typing_extensions"),
     "interrupt": Layer(quackish="program"),

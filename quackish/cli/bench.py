@@ -19,7 +19,7 @@ import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quackish.argument_types import Words, one_of
+from quackish.argument_types import one_of
 from quackish.cli.operations import flag_of
 from quackish.cli.parser import CommandError, check_bench_extra, output_folder, positive
 from quackish.operations.table import DTYPES
@@ -59,29 +59,17 @@ def _add_measuring_arguments(parser: argparse.ArgumentParser, bench: "Bench") ->
     if not bench.models:
         model_help = tokens_help = argparse.SUPPRESS
         shapes_help += ", the default"
-    add("--model", model_help, type=Words(tuple(bench.models), str), nargs="+", default=[], metavar="NAME")
+    add("--model", model_help, nargs="+", default=[], metavar="NAME")
     add("--tokens", tokens_help, type=_list_of(positive), metavar="M[,...]")
     add("--shapes", shapes_help, type=_list_of(str), nargs="+", default=[], metavar="SHAPE[,...]")
     for name in bench.options:
         add(flag_of(name), **bench.op.options[name].arguments)
     direction_help = "default both; except for rms_norm, forward is without grad, and backward means forward + backward"
     add("--direction", direction_help, choices=("forward", "backward", "both"), default="both")
-    add(
-        "--dtype",
-        ", ".join(_DTYPES),
-        type=Words(tuple(_DTYPES), _list_of(one_of(_DTYPES))),
-        default=["bfloat16"],
-        metavar="DTYPE[,...]",
-    )
+    dtypes = _list_of(one_of(_DTYPES))
+    add("--dtype", ", ".join(_DTYPES), type=dtypes, default=["bfloat16"], metavar="DTYPE[,...]")
     providers_help = f'names or patterns ("quackish*"), of {", ".join(bench.providers)}; module:attribute adds your own'
-    add(
-        "--providers",
-        providers_help,
-        type=Words(bench.providers, _list_of(str)),
-        nargs="+",
-        default=[],
-        metavar="NAME[,...]",
-    )
+    add("--providers", providers_help, type=_list_of(str), nargs="+", default=[], metavar="NAME[,...]")
     add("--quick", "fewer samples, and one size by default", action="store_true")
     add("--out", "output folder; default %(default)s", type=output_folder, default="out/bench")
     existing = parser.add_mutually_exclusive_group()

@@ -1,7 +1,6 @@
 """The list of commands, and their parser."""
 
 import importlib
-from collections.abc import Sequence
 
 from quackish import program
 from quackish._version import __version__
@@ -12,7 +11,6 @@ _ABOUT = "Inspect, measure and tune the kernels of quackish, and manage their ca
 COMMANDS = {
     "bench": "time operations and other libraries over shapes; compare two results",
     "cache": "list, verify, clear, export or import compiled kernels",
-    "completion": "print a script that completes commands, operations, models and GPUs in bash or zsh",
     "doctor": "check the installation: versions, GPUs, the path and the results of each operation",
     "emulate": "run the kernels of a call on the CPU, and compare with fp64; needs no GPU",
     "explain": "show the kernels, configs, estimated time and memory of a call; needs no GPU",
@@ -21,13 +19,13 @@ COMMANDS = {
 }
 
 
-def parser_of(commands: Sequence[str]) -> Parser:
-    """The parser, with the arguments of these commands."""
+def parser_of(chosen: str | None) -> Parser:
+    """The parser, with the arguments of the chosen command."""
     parser = Parser(prog=program.name(), description=_ABOUT)
     parser.add_argument("--version", action="version", version=f"quackish {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, summary in COMMANDS.items():
-        module = importlib.import_module(f"quackish.cli.{name}") if name in commands else None
+        module = importlib.import_module(f"quackish.cli.{name}") if name == chosen else None
         command = subparsers.add_parser(name, help=summary, description=None if module is None else module.__doc__)
         if module is not None:
             module.add_arguments(command)

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from quackish import kernels, launch, toolchain
-from quackish.argument_types import Words, one_of
+from quackish.argument_types import one_of
 from quackish.cli import operations
 from quackish.cli.dry_run import DryRun
 from quackish.cli.parser import CommandError, Parser, positive
@@ -41,7 +41,7 @@ _GPUS = [name for name, gpu in NAMED.items() if gpu.family in kernels.FAMILIES]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     operations.add_arguments(parser, "*")
     gpu_help = f"comma-separated: {', '.join(_GPUS)}; or this, the default"
-    parser.add_argument("--gpu", type=Words((*_GPUS, "this"), _gpus), default=["this"], help=gpu_help)
+    parser.add_argument("--gpu", type=_gpus, default=["this"], help=gpu_help)
     jobs_help = "number of processes; default: one per core, at most 16"
     parser.add_argument("--jobs", type=positive, metavar="N", help=jobs_help)
     parser.add_argument("--from", dest="file", type=Path, metavar="FILE", help="a file with one call per line")

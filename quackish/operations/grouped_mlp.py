@@ -5,7 +5,6 @@ from typing import get_args
 
 import torch
 
-from quackish.argument_types import Words
 from quackish.operations.models import Model
 from quackish.operations.table import Args, Maker, Operation, Options, flag, no_grad, value
 from quackish.ops.grouped_mlp import grouped_mlp
@@ -53,7 +52,7 @@ GROUPED_MLP = Operation(
     make=_make,
     options={
         "bias": flag(None, "with a bias"),
-        "activation": value("activation", ", ".join(get_args(Activation)), type=Words(get_args(Activation), str)),
+        "activation": value("activation", ", ".join(get_args(Activation))),
         "w3": flag(None, "gate and up projection are separate tensors"),
         "scales": flag(
             "scales", "with fp32 row scales", lambda new, r, *_: new.rows(r, seed=4, dtype=torch.float32).sigmoid()

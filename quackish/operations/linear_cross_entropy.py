@@ -4,7 +4,7 @@ from typing import get_args
 
 import torch
 
-from quackish.argument_types import Words, size
+from quackish.argument_types import size
 from quackish.operations.models import Model
 from quackish.operations.table import Args, Maker, Operation, Options, flag, no_grad, value
 from quackish.ops.linear_cross_entropy import linear_cross_entropy
@@ -35,7 +35,7 @@ LINEAR_CROSS_ENTROPY = Operation(
     make=_make,
     options={
         "bias": flag("linear_bias", "with a bias", lambda new, m, h, v: new.rows(v, seed=3)),
-        "schedule": value("schedule", ", ".join(get_args(Schedule)), type=Words(get_args(Schedule), str)),
+        "schedule": value("schedule", ", ".join(get_args(Schedule))),
         "chunk_size": value("chunk_size", type=int, metavar="ROWS"),
         "memory_limit": value(
             "memory_limit",
@@ -43,7 +43,7 @@ LINEAR_CROSS_ENTROPY = Operation(
             type=size,
             metavar="BYTES",
         ),
-        "reduction": value("reduction", ", ".join(get_args(Reduction)), type=Words(get_args(Reduction), str)),
+        "reduction": value("reduction", ", ".join(get_args(Reduction))),
         "class_weight": flag("weight", "with class weights", lambda new, m, h, v: new.weights(v, dtype=torch.float32)),
         "label_smoothing": value("label_smoothing", type=float, metavar="S"),
         "softcap": value("softcap", type=float, metavar="C"),
