@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from quackish import console, interrupt, program
+from quackish import console, interrupt
 from quackish.cli.commands import COMMANDS, parser_of
-from quackish.cli.parser import CommandError
+from quackish.cli.parser import CommandError, program_name
 from quackish.errors import did_you_mean
 
 # These have nothing to clean up, so Ctrl-C ends them at once, as all commands while torch is imported: an exception may
@@ -20,10 +20,10 @@ _END_AT_ONCE = ("doctor", "emulate", "explain")
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     chosen = _chosen(argv)
-    who = chosen or program.name()
+    who = chosen or program_name()
     try:
         args = _parse(argv, chosen)
-        if program.IS_COMMAND and chosen not in _END_AT_ONCE:
+        if signal.getsignal(signal.SIGINT) is interrupt.end and chosen not in _END_AT_ONCE:
             interrupt.set_handler(signal.default_int_handler)
         return args.run(args)
     except CommandError as error:
@@ -51,6 +51,7 @@ def _parse(argv: Sequence[str], chosen: str | None) -> argparse.Namespace:
 
 def console_script() -> NoReturn:
     """The entry point of `quackish`, which ends the process."""
+    interrupt.set_handler(interrupt.end)  # until the command's file, and with it torch, is imported
     try:
         status = main()
         sys.stdout.flush()

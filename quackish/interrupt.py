@@ -1,16 +1,10 @@
-"""Ctrl-C ends a command with one line and status 130, also while torch is imported. SIGTERM can act like Ctrl-C.
-
-The package is imported before __main__.py runs, so __init__.py imports this file first. In other programs it changes
-nothing.
-"""
+"""Ctrl-C ends a command with one line and status 130, also while torch is imported. SIGTERM can act like Ctrl-C."""
 
 import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator
 from typing import NoReturn
-
-from quackish import program
 
 STATUS = 130  # 128 + SIGINT
 
@@ -38,7 +32,3 @@ def end_on_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, former)
-
-
-if program.IS_COMMAND:
-    set_handler(end)

@@ -109,20 +109,6 @@ def test_commands_that_start_without_torch(words, script, tmp_path):
     assert done.returncode == (0 if words in ("--help", "--version", "cache ls") else 2), done.stderr
 
 
-def test_other_commands_find_the_operations(script, tmp_path):
-    """The package imports its operations late in a command; a user's provider gets them from it as anywhere."""
-    (tmp_path / "mine.py").write_text(
-        "import quackish\nassert quackish.rms_norm and quackish.LinearCrossEntropyLoss\nnorm = quackish.rms_norm\n"
-    )
-    code = f"import sys; sys.argv[:] = sys.orig_argv[-1:] = [{str(script)!r}]; sys.path.append({str(tmp_path)!r})\n"
-    code += "import quackish\npublic = dir(quackish)\nassert 'torch' not in sys.modules\nimport mine\n"
-    code += "assert public == dir(quackish) and all(hasattr(quackish, name) for name in public)\n"
-    code += "assert mine.norm is quackish.rms_norm is sys.modules['quackish.ops.rms_norm'].rms_norm\n"
-    code += "try:\n    quackish.nothing\nexcept AttributeError as error:\n    print(error)\n"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert (done.stdout, done.stderr) == ("module 'quackish' has no attribute 'nothing'\n", "")
-
-
 @pytest.mark.parametrize("by_module", [False, True])
 def test_a_command_shows_the_name_by_which_it_runs(by_module, script):
     name, command = ("python -m quackish", ["-m", "quackish"]) if by_module else ("quackish", [script])

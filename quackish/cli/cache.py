@@ -18,8 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from quackish import program
-from quackish.cli.parser import CommandError
+from quackish.cli.parser import CommandError, program_name
 from quackish.console import fill
 from quackish.launch import cache, upkeep
 from quackish.launch.upkeep import Entry, printable
@@ -27,7 +26,7 @@ from quackish.work import SHORT
 
 
 def _verify_command() -> str:
-    return f"`{program.name()} cache verify` shows why"
+    return f"`{program_name()} cache verify` shows why"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

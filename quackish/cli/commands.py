@@ -2,9 +2,8 @@
 
 import importlib
 
-from quackish import program
 from quackish._version import __version__
-from quackish.cli.parser import Parser
+from quackish.cli.parser import Parser, program_name
 
 _ABOUT = "Inspect, measure and tune the kernels of quackish, and manage their cache."
 # Kept here so that `--help` imports no command.
@@ -21,7 +20,7 @@ COMMANDS = {
 
 def parser_of(chosen: str | None) -> Parser:
     """The parser, with the arguments of the chosen command."""
-    parser = Parser(prog=program.name(), description=_ABOUT)
+    parser = Parser(prog=program_name(), description=_ABOUT)
     parser.add_argument("--version", action="version", version=f"quackish {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, summary in COMMANDS.items():

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quackish import kernels, program, toolchain, variables
+from quackish import kernels, toolchain, variables
 from quackish._version import __version__
 from quackish.bench import torch_kernel
 from quackish.bench.environment import PEERS, device_to_measure, driver_version, version
@@ -36,7 +36,7 @@ from quackish.cli import check
 from quackish.cli.check import Case
 from quackish.cli.check_call import Check
 from quackish.cli.check_processes import checks, per_kernel, run_all, summary
-from quackish.cli.parser import CommandError
+from quackish.cli.parser import CommandError, program_name
 from quackish.configs import table
 from quackish.console import fill, width
 from quackish.errors import UnsupportedError
@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.check and not torch.cuda.is_available():
-        raise CommandError(f"there is no GPU here to check; `{program.name()} emulate` runs kernels on a CPU")
+        raise CommandError(f"there is no GPU here to check; `{program_name()} emulate` runs kernels on a CPU")
     report = examine(SECTIONS | CHECKS if args.check else SECTIONS)
     print(json.dumps(report, indent=1) if args.json else text(report))
     if args.check:
@@ -290,10 +290,10 @@ def cache_health(report: Report) -> dict[str, str]:
         report.problem(f"the cache folder {folder} cannot be used: {fault}", to_do)
     if bad:
         what = f"{len(bad)} of {len(entries)} files in {folder} cannot be used, the first because: {bad[0].fault}"
-        report.problem(what, f"`{program.name()} cache verify --delete` deletes them; they are compiled again.")
+        report.problem(what, f"`{program_name()} cache verify --delete` deletes them; they are compiled again.")
     if stale:
         what = f"{len(stale)} of {len(entries)} kernels on disk are for other versions, sources or CPUs; "
-        report.note(f"{what}`{program.name()} cache clear --stale` deletes them.")
+        report.note(f"{what}`{program_name()} cache clear --stale` deletes them.")
     location = f"{folder}" if folder.is_dir() else f"{folder} (does not exist yet)"
     return {"folder": location, "kernels": f"{len(entries)}, {sum(entry.bytes for entry in entries) / 1e6:.2f} MB"}
 
@@ -362,7 +362,7 @@ def _check_results(case: Case, args: Args, first: Tensors, second: Tensors, path
 
 
 def _please_report(option: str) -> str:
-    return f"Please report it, with the output of `{program.name()} doctor {option}`."
+    return f"Please report it, with the output of `{program_name()} doctor {option}`."
 
 
 SECTIONS: dict[str, Callable[[Report], Any]] = {

@@ -3,17 +3,24 @@
 import argparse
 import importlib.util
 import re
+import sys
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NoReturn
 
-from quackish import console, program
+from quackish import console
 from quackish.argument_types import unknown
 from quackish.files import why_no_output
 
 
 class CommandError(Exception):
     """The command cannot run. The message is printed, and the exit status is 2."""
+
+
+def program_name() -> str:
+    """What the user types, for messages: "quackish", or "python -m quackish" if this process was started by that."""
+    started_by_m = PurePath(sys.argv[0]).parts[-2:] == ("quackish", "__main__.py")
+    return "python -m quackish" if started_by_m else "quackish"
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -23,7 +30,7 @@ class _Formatter(argparse.HelpFormatter):
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         """Overrides argparse's, which joins paragraphs and examples. Examples start as this process was started."""
-        return console.fill_page(re.sub(r"(?m)^    quackish ", f"    {program.name()} ", text), width)
+        return console.fill_page(re.sub(r"(?m)^    quackish ", f"    {program_name()} ", text), width)
 
 
 class Parser(argparse.ArgumentParser):
