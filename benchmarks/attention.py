@@ -25,7 +25,7 @@ from quackish.bench.providers_attention import ABOUT, PROVIDERS
 from quackish.bench.report import Verdict
 from quackish.bench.results import Results
 from quackish.bench.table import BENCHES
-from quackish.console import Progress
+from quackish.console import progress
 from quackish.launch.parallel import defer_interrupts
 from quackish.operations import ATTENTION
 from quackish.operations.attention import BIASES, MASKS
@@ -184,7 +184,8 @@ def warm_up(jobs: Sequence[Job]) -> None:
     workers = max(1, min(12, len(os.sched_getaffinity(0)) * 3 // 4, len(todo)))
     context = multiprocessing.get_context("spawn")
     pool = concurrent.futures.ProcessPoolExecutor(workers, context, initializer=_one_thread)
-    with Progress(len(todo)) as show, pool:
+    show = progress(len(todo))
+    with pool:
         with defer_interrupts():
             futures = [pool.submit(first_step, *one) for one in todo]
         for done, future in enumerate(concurrent.futures.as_completed(futures), 1):

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from quackish.emulation import emulate
     from quackish.errors import PortablePathWarning, UnsupportedError
     from quackish.ops.attention import scaled_dot_product_attention
-    from quackish.ops.device import use_unverified_kernels
+    from quackish.ops.device import use_kernels
     from quackish.ops.grouped_mlp import grouped_mlp, grouped_mm, moe_mlp
     from quackish.ops.linear_cross_entropy import LinearCrossEntropyLoss, LinearCrossEntropyStats, linear_cross_entropy
     from quackish.ops.rms_norm import RMSNorm, rms_norm, rms_norm_backward, rms_norm_forward

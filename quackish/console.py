@@ -6,11 +6,10 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any
 
 NO_GPU = "No GPU: small shapes run on the CPU. This tests the benchmark itself; the numbers mean nothing."
-REDRAW_S = 0.2  # between updates of the line of progress in a terminal
-LINE_S = 30.0  # between lines of progress in a file
+PROGRESS_S = 20.0  # between lines of progress
 _AT_SPACES: dict[str, Any] = dict(break_long_words=False, break_on_hyphens=False)
 
 
@@ -84,49 +83,23 @@ def table_of(rows: Sequence[str | Mapping[str, Any]], formats: Mapping[str, str 
 # Progress ------------------------------------------------------------------------------------------------------------
 
 
-class Progress:
-    """Shows on stderr how much is done and the time left: `with Progress(total) as show: show(done, text)`.
+def progress(total: int, clock: Callable[[], float] = time.monotonic) -> Callable[[int, str], None]:
+    """Returns `show(done, text)`, which prints how much is done and the time left on stderr, at most every 20 seconds.
 
-    In a terminal it is one line that is redrawn, and removed at the end. Otherwise it is a line every half minute.
+    `done` of the total are finished, and `text` says what runs now.
     """
+    started = last = clock()
 
-    def __init__(self, total: int, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic):
-        self._total, self._clock = total, clock
-        self._stream = sys.stderr if stream is None else stream
-        self._redraws = self._stream.isatty()
-        self._started = clock()
-        self._last = self._started
-        self._is_drawn = False
-
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.clear()
-
-    def __call__(self, done: int, text: str) -> None:
-        """`done` of the total are finished, and `text` says what runs now."""
-        now = self._clock()
-        if now - self._last < (REDRAW_S if self._redraws else LINE_S):
+    def show(done: int, text: str) -> None:
+        nonlocal last
+        now = clock()
+        if now - last < PROGRESS_S:
             return
-        self._last = now
-        line = f"{done} of {self._total}, {duration(now - self._started)}"
-        if 0 < done < self._total:
-            line += f", {duration((now - self._started) / done * (self._total - done))} left"
-        line += f": {text}"
-        if self._redraws:
-            self._is_drawn = True
-            self._stream.write(f"\r\x1b[K{line[: width() - 1]}")
-        else:
-            self._stream.write(f"{line}\n")
-        self._stream.flush()
+        last = now
+        left = f", {duration((now - started) / done * (total - done))} left" if 0 < done < total else ""
+        print(f"{done} of {total}, {duration(now - started)}{left}: {text}", file=sys.stderr, flush=True)
 
-    def clear(self) -> None:
-        """Removes the line, so that other output can follow."""
-        if self._is_drawn:
-            self._is_drawn = False
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
+    return show
 
 
 def duration(seconds: float) -> str:

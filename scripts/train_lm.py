@@ -40,7 +40,7 @@ try:
     from lm_model import QUACKISH, TORCH, TORCH_FP32, LanguageModel, Ops
     from quackish.bench.looks import color_of
     from quackish.cli.parser import output_folder, positive
-    from quackish.console import Progress, fill, text_table
+    from quackish.console import fill, progress, text_table
     from quackish.interrupt import end_on_sigterm
 except ImportError as error:
     sys.exit(f"train_lm.py: {error}. Install the project with what this script needs: pip install -e '.[bench]'")
@@ -195,8 +195,8 @@ class Run:
 def train(runs: list[Run], batches: Batches, steps: int, title: str) -> int:
     """Trains all runs in alternating steps. Returns the number of completed steps, fewer after Ctrl-C or SIGTERM."""
     every = max(1, steps // 100)  # showing the loss synchronizes with the GPU
-    done, text = 0, title
-    with end_on_sigterm(), Progress(steps) as show:
+    done, text, show = 0, title, progress(steps)
+    with end_on_sigterm():
         try:
             for i in range(steps):
                 batch = batches[i]
@@ -208,7 +208,6 @@ def train(runs: list[Run], batches: Batches, steps: int, title: str) -> int:
                     text = f"{title}: {losses}"
                 show(done, text)
         except KeyboardInterrupt:
-            show.clear()
             print(f"Stopped after {done} of {steps} steps.")
     return done
 

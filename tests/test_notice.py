@@ -10,10 +10,14 @@ import pytest
 from quackish.launch import compile as compiling
 from quackish.launch import notice, parallel
 from quackish.launch.compile import Request
-from tests.test_cli import Terminal
 from tests.toy_kernels import HostConfig, HostProblem, HostToy
 
 REQUEST = Request(HostToy, HostProblem(2), HostConfig(), "sm_90a")
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Runs all jobs of an operation: shows progress, and writes rows to the CSV as cells are measured."""
+"""Runs all jobs of an operation: prints progress, and writes rows to the CSV as cells are measured."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ from quackish.bench.cells import AGAIN, NOT_PROVIDERS, Job
 from quackish.bench.measure import Record
 from quackish.bench.processes import Supervisor
 from quackish.bench.results import CsvLog, read_rows, row_of, scale_of
-from quackish.console import Progress, fill
+from quackish.console import fill, progress
 from quackish.interrupt import end_on_sigterm
 
 INTERRUPTED = "interrupted"
@@ -75,25 +75,23 @@ def _new_file(path: Path) -> Path:
 
 def _measure(jobs: Sequence[Job], supervisor: Supervisor, log: CsvLog) -> bool:
     """Returns True if a provider was measured."""
-    measured = False
-    with Progress(len(jobs)) as show:
-        for i, job in enumerate(jobs):
+    measured, show = False, progress(len(jobs))
+    for i, job in enumerate(jobs):
 
-            def begin(step: str, i=i, cell=job.cell) -> None:
-                show(i, f"{cell}: {step}")
+        def begin(step: str, i=i, cell=job.cell) -> None:
+            show(i, f"{cell}: {step}")
 
-            records: dict[str, Record] = {}
-            try:
-                for name, record in supervisor.measure(job, begin):
-                    records[name] = record
-            except BaseException:
-                records = {name: _interrupted(record) for name, record in records.items()}
-                raise
-            finally:
-                log.write(row_of(job, name, record) for name, record in records.items())
-            measured |= any("median_ms" in record and name not in NOT_PROVIDERS for name, record in records.items())
-            show.clear()
-            print(_lines(job, records), flush=True)
+        records: dict[str, Record] = {}
+        try:
+            for name, record in supervisor.measure(job, begin):
+                records[name] = record
+        except BaseException:
+            records = {name: _interrupted(record) for name, record in records.items()}
+            raise
+        finally:
+            log.write(row_of(job, name, record) for name, record in records.items())
+        measured |= any("median_ms" in record and name not in NOT_PROVIDERS for name, record in records.items())
+        print(_lines(job, records), flush=True)
     return measured
 
 

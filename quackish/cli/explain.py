@@ -26,7 +26,7 @@ from quackish.cli import operations
 from quackish.cli.dry_run import DryRun, Point, Step, frontier
 from quackish.cli.operations import call_arguments, dry_run_call, select_gpu
 from quackish.configs.choose import Choice
-from quackish.console import Progress, fill, table_of, text_table
+from quackish.console import fill, progress, table_of, text_table
 from quackish.gpu import NAMED, Gpu, Roofs, roofs_of
 from quackish.launch import Resources
 from quackish.profiling import speeds
@@ -85,12 +85,12 @@ def _filled(lines: Sequence[str]) -> str:
 def _resource_usage(distinct: list[_Kernel], gpu: Gpu, notes: list[str]) -> list[Resources]:
     """The resources of each kernel; empty, with a note, if they cannot be read."""
     usage: list[Resources] = []
+    show = progress(len(distinct))
     try:
-        with Progress(len(distinct)) as show:
-            for name, problem, choice in distinct:
-                show(len(usage), "compiling kernels")
-                kernel = kernels.find(name, gpu)
-                usage.append(launch.resources(kernel, problem, choice.config, gpu.target))
+        for name, problem, choice in distinct:
+            show(len(usage), "compiling kernels")
+            kernel = kernels.find(name, gpu)
+            usage.append(launch.resources(kernel, problem, choice.config, gpu.target))
     except (FileNotFoundError, ModuleNotFoundError) as error:
         why = "nvidia-cutlass-dsl, the compiler, is not installed." if isinstance(error, ImportError) else error
         notes.append(f"Registers and shared memory are not shown: {why}")

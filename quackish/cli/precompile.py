@@ -28,7 +28,7 @@ from quackish.argument_types import one_of
 from quackish.cli import operations
 from quackish.cli.dry_run import DryRun
 from quackish.cli.parser import CommandError, Parser, positive
-from quackish.console import Progress, fill
+from quackish.console import fill
 from quackish.errors import UnsupportedError
 from quackish.gpu import NAMED, Gpu
 from quackish.launch import cache, parallel, upkeep
@@ -55,15 +55,12 @@ def run(args: argparse.Namespace, find: Callable = toolchain.find, compile_all: 
     started, outcomes = time.perf_counter(), []
     jobs = min(args.jobs or max(1, parallel.default_jobs(len(requests))), len(requests))
     try:
-        with Progress(len(requests)) as show:
-            for outcome in compile_all(requests, jobs):
-                outcomes.append(outcome)
-                show.clear()
-                line = f"[{len(outcomes)}/{len(requests)}] {outcome.status:8} {_name(outcome)}"
-                print(fill(line, indent="    "), flush=True)
-                if outcome.status == "failed":
-                    print(f"{_name(outcome)} failed: {outcome.message}", file=sys.stderr)
-                show(len(outcomes), "compiling")
+        for outcome in compile_all(requests, jobs):
+            outcomes.append(outcome)
+            line = f"[{len(outcomes)}/{len(requests)}] {outcome.status:8} {_name(outcome)}"
+            print(fill(line, indent="    "), flush=True)
+            if outcome.status == "failed":
+                print(f"{_name(outcome)} failed: {outcome.message}", file=sys.stderr)
     except KeyboardInterrupt:
         print("precompile: interrupted; the kernels stored so far are kept", file=sys.stderr)
         return 130

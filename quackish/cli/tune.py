@@ -28,7 +28,7 @@ from quackish.cli import operations
 from quackish.cli.parser import CommandError, positive
 from quackish.configs import choose, table
 from quackish.configs.choose import name_of
-from quackish.console import Progress, fill, text_table
+from quackish.console import fill, progress, text_table
 from quackish.errors import UnsupportedError
 from quackish.files import why_no_output
 from quackish.gpu import Gpu, gpu_of
@@ -109,8 +109,8 @@ def tune(
         print(f"  {len(others)} candidates, {len(unspilled)} without spilled registers", flush=True)
         shapes = [functools.partial(cases.prepare, *problem[:2], sizes, device) for sizes in problem.sizes]
         try:
-            with Progress(search.num_steps(len(shapes))) as show:
-                outcome = search_for([base, *unspilled], shapes, device, show=show)
+            show = progress(search.num_steps(len(shapes)))
+            outcome = search_for([base, *unspilled], shapes, device, show=show)
         except RuntimeError as error:  # such as out of memory; other problems may still work
             failed += 1
             print(f"  failed: {type(error).__name__}: {error}\n", file=sys.stderr)
@@ -121,12 +121,11 @@ def tune(
 
 
 def _without_spills(problem: Problem, configs: Sequence[Any], gpu: Gpu, examine: Callable) -> list[Any]:
-    unspilled = []
+    unspilled, show = [], progress(len(configs))
     try:
-        with Progress(len(configs)) as show:
-            for i, (config, fits) in enumerate(zip(configs, examine(*problem[:2], configs, gpu), strict=True), 1):
-                unspilled += [config] * fits
-                show(i, "compiling candidates")
+        for i, (config, fits) in enumerate(zip(configs, examine(*problem[:2], configs, gpu), strict=True), 1):
+            unspilled += [config] * fits
+            show(i, "compiling candidates")
     except FileNotFoundError as error:
         raise CommandError(f"spilled registers cannot be detected: {error}") from error
     return unspilled
