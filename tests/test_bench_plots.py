@@ -1,7 +1,5 @@
-"""Figures of time against memory: which points are drawn, their titles and colors, and the places of their labels."""
+"""Figures of time against memory: which points are drawn, their titles and colors."""
 
-import itertools
-import random
 import re
 from pathlib import Path
 
@@ -9,7 +7,6 @@ import pytest
 
 from benchmarks import targets_linear_cross_entropy as targets
 from quackish.bench.cells import Cell
-from quackish.bench.label_places import SIZE, Box, find_places
 from quackish.bench.looks import LOOKS, color_of, colors_of, title_of
 from quackish.bench.plots import labels_of
 from quackish.bench.results import COLUMNS, Results, read_rows
@@ -40,8 +37,8 @@ def test_a_figure_has_the_default_and_the_settings_worth_their_memory():
         "quackish", "quackish-stored", "quackish-recompute", "quack-logits", "liger", "torch", "torch-compile",
     }  # fmt: skip
     assert best["quackish"] == (36.0, 2.7)
-    assert labels_of(best)["quack-logits"] == "QuACK\n38.0 ms, 3.20 GB"  # its only setting
-    assert labels_of(best)["torch-compile"] == "PyTorch, compiled\n39.9 ms, 3.20 GB"
+    assert labels_of(best)["quack-logits"] == "QuACK: 38.0 ms, 3.20 GB"  # its only setting
+    assert labels_of(best)["torch-compile"] == "PyTorch, compiled: 39.9 ms, 3.20 GB"
 
 
 def test_titles_and_colors():
@@ -52,24 +49,6 @@ def test_titles_and_colors():
     assert color_of("quack-8192") == color_of("quack") == LOOKS["quack"][1]
     names = ["quackish-recompute", *(f"quackish-recompute-{rows}" for rows in (512, 1024)), "quack", "quack-8192"]
     assert len(set(colors_of(names).values())) == len(names)
-
-
-def test_labels_cover_nothing():
-    rng = random.Random(1)
-    frame, size, taken = Box(0, 0, 800, 500), (100, 26), [Box(0, 248, 800, 252), Box(600, 470, 800, 500)]
-    dots = {str(i): (rng.uniform(60, 740), rng.uniform(60, 440)) for i in range(5)}
-    dots |= {f"close {i}": (400 + 9 * i, 200 + 4 * i) for i in range(4)}
-    places = find_places(dots, dict.fromkeys(dots, size), taken, frame)
-    assert set(places) == set(dots)
-    areas = {name: place.area(dots[name], size) for name, place in places.items()}
-    marks = [Box(x - SIZE, y - SIZE, x + SIZE, y + SIZE) for x, y in dots.values()]
-    for name, area in areas.items():
-        assert area.within(frame)
-        assert not any(map(area.meets, (*taken, *marks)))
-        assert not any(area.meets(other) for n, other in areas.items() if n != name)
-        lines = itertools.chain.from_iterable(place.line(dots[n]) for n, place in places.items() if n != name)
-        assert not any(map(area.meets, lines))
-    assert places == find_places(dots, dict.fromkeys(dots, size), taken, frame)
 
 
 FIGURES = [

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from quackish.bench.cells import OURS, Cell, is_ours, library
-from quackish.bench.label_places import CLOSE, Box, find_places
 from quackish.bench.looks import LOOKS, color_of, colors_of, title_of
 from quackish.bench.results import Point, Results
 
@@ -76,22 +75,23 @@ def _panel(ax: Any, results: Results, title: str, cells: Sequence[Cell], colors:
 
 
 def against_memory(results: Results, cell: Cell, path: Path) -> list[Path]:
-    """The best points of every library, each with its name and numbers. Lower left is better."""
+    """The best points of every library, with names and numbers in the legend. Lower left is better."""
     with _figure(5.2, f"{results.op.title}: time and memory", results.rows[-1]["gpu"]) as fig:
-        ax = fig.subplots()
-        points = results.best_points(cell)
-        _frame(ax, results, cell, points)
-        _save(fig, path)  # the layout fixes the positions of the points
-        _label(ax, points)
+        _draw_points(fig.subplots(), results, cell, results.best_points(cell))
         return _save(fig, path)
 
 
-def _frame(ax: Any, results: Results, cell: Cell, points: Mapping[str, Point]) -> None:
-    """Axes, points without names, and the limits to compare them with."""
-    (m, h, v), is_step = cell.shape, cell.direction == "forward+backward"
-    for name, color in colors_of(points).items():
-        ms, gb = points[name]
-        ax.scatter(gb, ms, color=color, zorder=3, **(dict(marker="D", s=48) if is_ours(name) else dict(s=36)))
+def _draw_points(ax: Any, results: Results, cell: Cell, points: Mapping[str, Point]) -> None:
+    """The points, and the limits to compare them with."""
+    (m, h, v), is_step, labels, colors = (
+        cell.shape,
+        cell.direction == "forward+backward",
+        labels_of(points),
+        colors_of(points),
+    )
+    for name, (ms, gb) in sorted(points.items(), key=lambda point: point[1]):
+        look: dict[str, Any] = dict(marker="D", s=48) if is_ours(name) else dict(s=36)
+        ax.scatter(gb, ms, color=colors[name], zorder=3, label=labels[name], **look)
     offset: dict[str, Any] = dict(textcoords="offset points", **NOTE)
     if peak := results.ms(cell, results.roof(cell)):
         ax.axhline(peak, **PEAK)
@@ -133,29 +133,7 @@ def labels_of(points: Mapping[str, Point]) -> dict[str, str]:
         name for name in points if shown[library(name)] == 1 and library(name) in LOOKS and library(name) != "torch"
     ]
     titles = {name: title_of(library(name) if name in alone else name) for name in points}
-    return {name: f"{titles[name]}\n{_short(ms)} ms, {_short(gb)} GB" for name, (ms, gb) in points.items()}
-
-
-def _label(ax: Any, points: Mapping[str, Point]) -> None:
-    """Writes each point's name and numbers near it, with a line to the point if that is not close."""
-    texts, colors, points_per_pixel = labels_of(points), colors_of(points), 72 / ax.figure.dpi
-    looks = {n: dict(color=colors[n], fontweight="bold" if is_ours(n) else "normal") for n in points}
-    dots = {name: tuple(ax.transData.transform((gb, ms))) for name, (ms, gb) in points.items()}
-    ends = [line.get_transform().transform(line.get_xydata()) for line in ax.lines]
-    taken = [Box(x0 - 2, y0 - 2, x1 + 2, y1 + 2) for (x0, y0), (x1, y1) in ends]
-    taken += [Box(*text.get_window_extent().extents) for text in ax.texts]
-    sizes = {}
-    for name, text in texts.items():
-        trial = ax.annotate(text, (0.5, 0.5), xycoords="axes fraction", **looks[name])
-        sizes[name] = trial.get_window_extent().size
-        trial.remove()
-    for name, place in find_places(dots, sizes, taken, Box(*ax.bbox.extents)).items():
-        at: dict[str, Any] = dict(xy=points[name][::-1], textcoords="offset points")
-        at["xytext"] = place.dx * points_per_pixel, place.dy * points_per_pixel
-        ax.annotate(texts[name], ha=place.ha, va=place.va, **at, **looks[name])
-        if place.cost > CLOSE:
-            arrow = dict(arrowstyle="-", color=colors[name], linewidth=0.6, shrinkA=0)
-            ax.annotate("", arrowprops=arrow, **at)
+    return {name: f"{titles[name]}: {_short(ms)} ms, {_short(gb)} GB" for name, (ms, gb) in points.items()}
 
 
 # Shared ---------------------------------------------------------------------------------------------------------------
@@ -174,20 +152,15 @@ def _figure(height: float, title: str, gpu: str) -> Iterator[Any]:
 
 
 def _save(fig: Any, stem: Path) -> list[Path]:
-    """Writes `stem`.svg and .png."""
-    paths = [stem.with_name(f"{stem.name}{suffix}") for suffix in (".svg", ".png")]
-    _write(fig, paths)
-    return paths
-
-
-def _write(fig: Any, paths: Sequence[Path]) -> None:
-    """Writes the figure with one legend below all axes, if anything has a label."""
+    """Writes `stem`.svg and .png, with one legend below all axes, if anything has a label."""
     handles = {text: h for ax in fig.axes for h, text in zip(*ax.get_legend_handles_labels(), strict=True)}
-    if handles and not fig.legends:
+    if handles:
         columns = min(5, int(72 * WIDTH / (30 + 4.6 * max(map(len, handles)))))  # 72 points an inch
         fig.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns)
+    paths = [stem.with_name(f"{stem.name}{suffix}") for suffix in (".svg", ".png")]
     for path in paths:
         fig.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+    return paths
 
 
 def _log_axis(ax: Any, which: str) -> None:
