@@ -123,7 +123,7 @@ def test_a_command_shows_the_name_by_which_it_runs(by_module, script):
 
 # Help ----------------------------------------------------------------------------------------------------------------
 
-BARE = ["", "cache", "cache export", "bench", "bench compare", "emulate", "explain", "precompile", "tune"]
+BARE = ["", "cache", "bench", "bench compare", "emulate", "explain", "precompile", "tune"]
 
 
 @pytest.mark.parametrize("words", BARE)
@@ -150,7 +150,6 @@ def test_a_command_without_arguments_prints_its_help(words, capsys):
         ("--verison", "quackish: unrecognized arguments: --verison; did you mean --version?"),
         ("tune rms_norm", "tune: the following arguments are required: SHAPE; `quackish tune --help` describes them"),
         ("precompile --from none --gpu h200", "precompile: none: No such file or directory"),
-        ("cache import none", "cache: import: none: No such file or directory"),
     ],
 )
 def test_mistakes(words, message, capsys):
@@ -175,7 +174,7 @@ def too_long(text):
         "explain grouped_mlp 131072x2048x768x128 --scales --no-compile --gpu h200",
         "explain scaled_dot_product_attention 4x16x2048x64 --attn-bias 1,H --no-compile --gpu gh200",
         "explain rms_norm 4x12 --dtype fp64 --gpu h200",
-        *(f"{words} --help" for words in ("", *COMMANDS, "bench linear_cross_entropy", "cache import")),
+        *(f"{words} --help" for words in ("", *COMMANDS, "bench linear_cross_entropy")),
     ],
 )
 def test_output_fits_in_80_columns(words, monkeypatch, capsys):

@@ -1,9 +1,7 @@
-"""`quackish cache`: listing, verification, deletion, export and import."""
+"""`quackish cache`: listing, verification, deletion."""
 
-import io
-import json
 import os
-import tarfile
+import shutil
 
 import pytest
 
@@ -14,8 +12,6 @@ from quackish.launch import cache
 from quackish.launch import compile as compiling
 from tests.test_cache import ignore_edits, packed, use, within_a_minute
 from tests.toy_kernels import HostConfig, HostProblem, HostToy
-
-FEB_1 = 1_769_904_000
 
 
 @pytest.fixture(autouse=True)
@@ -115,17 +111,15 @@ def test_a_folder_does_not_stop_deletion(capsys, words):
     assert [path.exists() for path in paths] == [True, False, words[0] == "verify"]
 
 
-def test_control_characters_are_escaped(capsys, monkeypatch, folder, tmp_path):
+def test_control_characters_are_escaped(capsys):
     evil = "\x1b]0;evil\x07\n\r\x9b31m\u202e\ud800"
     for factor, field in enumerate(("problem", "config", "quackish", "nvidia-cutlass-dsl", "cuda", "cpu"), 2):
         store(factor, **{field: f"P(x='{evil}')" if field == "problem" else evil})
     store(9, kernel="sys.Evil")  # a module without a file
-    outputs = [run(capsys, "ls"), run(capsys, "export", tmp_path / "k.tar")]
-    move(monkeypatch, tmp_path)
-    outputs.append(run(capsys, "import", tmp_path / "k.tar"))
+    outputs = [run(capsys, "ls")]
     (cache.location() / f"{evil[:-1]}.kernel").write_bytes(b"")
     outputs.append(run(capsys, "verify"))
-    assert [status for status, _ in outputs] == [0, 0, 0, 1]
+    assert [status for status, _ in outputs] == [0, 1]
     for _, out in outputs:
         assert r"\x1b]0;evil\x07\n" in out
         assert all(c.isprintable() or c == "\n" for c in out), out
@@ -142,126 +136,15 @@ def test_clear(capsys, folder):
     assert list(folder.iterdir()) == [bystander]
 
 
-# export, import
-
-
-def move(monkeypatch, tmp_path):
-    monkeypatch.setenv("QUACKISH_CACHE_DIR", str(tmp_path / "another"))
-    return tmp_path / "another"
-
-
-def test_export_and_import(capsys, monkeypatch, tmp_path):
+def test_a_copied_folder_is_used(folder, monkeypatch, tmp_path):
     assert use(3) == "compiled"
-    store(4, cpu="aarch64")
-    store(5, **{"nvidia-cutlass-dsl": "4.7.0"})
-    for name in ("k.tar", "k.tar.gz", "k.tar.xz"):
-        status, out = run(capsys, "export", tmp_path / name)
-        assert (status, "wrote 3 kernels" in out) == (0, True)
-    assert len({(tmp_path / name).read_bytes()[:2] for name in ("k.tar", "k.tar.gz", "k.tar.xz")}) == 3
-    move(monkeypatch, tmp_path)
-    status, out = run(capsys, "import", tmp_path / "k.tar.xz")
-    assert status == 0
-    assert "added 3 kernels" in out
-    assert "code that will run" in out
-    assert "1 usable here" in out
-    assert "1 not usable here: cpu aarch64, here " in out
-    assert "1 not usable here: nvidia-cutlass-dsl 4.7.0, here " in out
+    shutil.copytree(folder, tmp_path / "another")
+    monkeypatch.setenv("QUACKISH_CACHE_DIR", str(tmp_path / "another"))
     assert use(3) == "loaded"
-    status, out = run(capsys, "import", tmp_path / "k.tar.gz")
-    assert "added 0 kernels" in out
-    assert "kept 3 kernels" in out
 
 
-def test_import_keeps_existing_kernels(capsys, monkeypatch, tmp_path):
-    path = store(2)
-    run(capsys, "export", tmp_path / "k.tar")
-    os.utime(path, (FEB_1, FEB_1))
-    run(capsys, "import", tmp_path / "k.tar")
-    assert path.stat().st_mtime == FEB_1
-    damage(path)  # damaged files are replaced
-    assert "added 1 kernel " in run(capsys, "import", tmp_path / "k.tar")[1]
-    assert run(capsys, "verify")[0] == 0
-
-
-def test_export_skips_bad_files(capsys, tmp_path):
-    assert "no kernel to export" in run(capsys, "export", tmp_path / "k.tar")[1]
-    damage(store(4))
-    status, out = run(capsys, "export", tmp_path / "k.tar")
-    assert (status, "no kernel to export" in out) == (2, True)
-    assert not (tmp_path / "k.tar").exists()
-    good = store(2)
-    status, out = run(capsys, "export", tmp_path / "k.tar")
-    assert status == 0
-    assert "skipped 1 kernel" in out
-    with tarfile.open(tmp_path / "k.tar") as tar:
-        assert [member.name for member in tar] == [good.name]
-
-
-def archive(path, *members):
-    with tarfile.open(path, "w") as tar:
-        for name, content, kind in members:
-            member = tarfile.TarInfo(name)
-            member.type, member.size = kind, len(content)
-            member.linkname = "/etc/passwd" * (kind == tarfile.SYMTYPE)
-            tar.addfile(member, io.BytesIO(content))
-
-
-FILE, NAME = tarfile.REGTYPE, "Evil-sm_90a-" + "0" * 64 + ".kernel"
-EVIL = {
-    "a path": (f"../{NAME}", b"", FILE, "not the name of a kernel"),
-    "a symbolic link": (NAME, b"", tarfile.SYMTYPE, "not a file but a link"),
-    "a folder": (NAME, b"", tarfile.DIRTYPE, "not a file but a link, a folder"),
-    "damaged": (NAME, b"quackish kernel 1\n" + b"0" * 64 + b"\n{}\n", FILE, f"{NAME}: damaged"),
-}
-
-
-@pytest.mark.parametrize("what", EVIL)
-def test_import_refuses(capsys, monkeypatch, tmp_path, what):
-    good = store(2)
-    *evil, reason = EVIL[what]
-    archive(tmp_path / "k.tar", (good.name, good.read_bytes(), FILE), tuple(evil))
-    new = move(monkeypatch, tmp_path)
-    status, out = run(capsys, "import", tmp_path / "k.tar")
-    assert status == 2
-    assert reason in out
-    assert not new.exists()  # the good member is not imported either
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "k.tar"]
-
-
-def test_import_refuses_large_files(capsys, tmp_path):
-    header = tarfile.TarInfo(NAME)
-    header.size = (64 << 20) + 1
-    (tmp_path / "k.tar").write_bytes(header.tobuf())  # no content follows
-    status, out = run(capsys, "import", tmp_path / "k.tar")
-    assert status == 2
-    assert f"has {header.size} bytes; expected at most {64 << 20}" in out
-
-
-@pytest.mark.parametrize("kernel", ["a.b./../../../evil", "a.../x", "a. b"])
-def test_import_refuses_names_that_are_paths(capsys, monkeypatch, tmp_path, kernel):
-    """A valid identity, except that its file name would be a path."""
-    identity = json.loads(store(2).read_bytes().split(b"\n")[2]) | {"kernel": kernel}
-    archive(tmp_path / "k.tar", (cache.name_of(identity), packed(json.dumps(identity).encode()), FILE))
-    new = move(monkeypatch, tmp_path)
-    assert run(capsys, "import", tmp_path / "k.tar")[0] == 2
-    assert not new.exists()
-
-
-def test_import_of_invalid_archives(capsys, tmp_path):
-    (tmp_path / "k.tar").write_text("not a tar")
-    assert run(capsys, "import", tmp_path / "k.tar")[0] == 2
-    assert run(capsys, "import", tmp_path / "none.tar")[0] == 2
+def test_a_cache_folder_writable_by_others(capsys, folder):
     store(2)
-    run(capsys, "export", tmp_path / "k.tar.gz")
-    data = (tmp_path / "k.tar.gz").read_bytes()
-    (tmp_path / "k.tar.gz").write_bytes(data[: len(data) // 2])
-    assert run(capsys, "import", tmp_path / "k.tar.gz")[0] == 2
-
-
-def test_a_cache_folder_writable_by_others(capsys, folder, tmp_path):
-    store(2)
-    run(capsys, "export", tmp_path / "k.tar")
     folder.chmod(0o777)
-    for words, failure in (("verify", 1), (f"import {tmp_path / 'k.tar'}", 2)):
-        status, out = run(capsys, *words.split())
-        assert (status, "others may write" in out) == (failure, True)
+    status, out = run(capsys, "verify")
+    assert (status, "others may write" in out) == (1, True)

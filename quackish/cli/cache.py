@@ -1,10 +1,8 @@
-"""Manages the compiled kernels on disk: list, verify, clear, export, import.
+"""Manages the compiled kernels on disk: list, verify, clear.
 
     quackish cache ls
     quackish cache verify --delete
     quackish cache clear --stale
-    quackish cache export kernels.tar
-    quackish cache import kernels.tar
 
 The folder is the user's cache folder, or QUACKISH_CACHE_DIR. A kernel is usable only with the versions, sources and CPU
 architecture it was compiled with; on x86_64 it runs on every CPU, with or without AVX.
@@ -12,9 +10,7 @@ architecture it was compiled with; on x86_64 it runs on every CPU, with or witho
 
 import argparse
 import re
-import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,15 +21,11 @@ from quackish.launch.upkeep import Entry, printable
 from quackish.work import SHORT
 
 
-def _verify_command() -> str:
-    return f"`{program_name()} cache verify` shows why"
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
 
-    def command(function, name: str, help: str, description: str | None = None) -> argparse.ArgumentParser:
-        subparser = commands.add_parser(name, help=help, description=description)
+    def command(function, name: str, help: str) -> argparse.ArgumentParser:
+        subparser = commands.add_parser(name, help=help)
         subparser.set_defaults(function=function)
         return subparser
 
@@ -42,12 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     verify.add_argument("--delete", action="store_true", help="delete bad files")
     clear = command(_clear, "clear", "delete kernels; they are compiled again when needed")
     clear.add_argument("--stale", action="store_true", help="only kernels not usable here: other versions, another CPU")
-    export = command(_export, "export", "write the kernels to a tar file, for another machine")
-    export.add_argument("file", type=Path, metavar="FILE", help="kernels.tar; .tar.gz and .tar.xz are compressed")
-    description = "Adds the kernels of a tar file that `cache export` wrote, and keeps existing ones. Kernels are code "
-    description += "that will run, so import only files from people you trust: checksums detect damage, not tampering."
-    import_help = "add the kernels of an exported file: code that will run, so only from people you trust"
-    command(_import, "import", import_help, description).add_argument("file", type=Path, metavar="FILE")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,7 +57,7 @@ def _ls(args: argparse.Namespace) -> int:
     off = " (QUACKISH_CACHE=0: off)" * cache.is_off()
     print(fill(f"{_count(good)}, {_size(good)}, in {cache.location()}{off}", indent="  "))
     if bad:
-        print(fill(f"{_count(bad)} bad: {_verify_command()}"))
+        print(fill(f"{_count(bad)} bad: `{program_name()} cache verify` shows why"))
     return 0
 
 
@@ -105,34 +91,6 @@ def _delete(paths: Sequence[Path]) -> bool:
         print(fill(printable(line), indent="  "))
     print(fill(f"deleted {count} of {len(paths)} files in {cache.location()}", indent="  "))
     return bool(failures)
-
-
-def _export(args: argparse.Namespace) -> int:
-    good, bad = _good_and_bad()
-    if bad:
-        print(f"skipped {_count(bad)}, bad: {_verify_command()}", file=sys.stderr)
-    if not good:
-        raise ValueError(f"no kernel to export in {cache.location()}")
-    upkeep.pack(good, args.file)
-    print(fill(f"wrote {_count(good)}, {_size(good)}, to {args.file}", indent="  "))
-    for line in sorted({f"{_compiled_with(entry)} {entry.identity['target']}" for entry in good}):
-        print(fill(f"compiled with and for: {printable(line)}", "  "))
-    print(fill("usable with the same versions, sources and CPU architecture: `cache import` shows which are"))
-    return 0
-
-
-def _import(args: argparse.Namespace) -> int:
-    if cache.is_off():
-        raise ValueError("QUACKISH_CACHE=0 turns the cache off here")
-    added, existing = upkeep.unpack(args.file)
-    what = f"added {_count(added)} from {args.file} to {cache.location()}; they are code that will run"
-    print(fill(what, indent="  "))
-    if existing:
-        print(f"kept {_count(existing)} that existed already")
-    reasons = Counter(e.fault or upkeep.why_unusable(e.identity) for e in [*added, *existing])
-    for reason, count in sorted(reasons.items()):
-        print(fill(f"{count} not usable here: {reason}" if reason else f"{count} usable here", "  ", "    "))
-    return 0
 
 
 def _good_and_bad() -> tuple[list[Entry], list[Entry]]:

@@ -9,7 +9,7 @@ _ABOUT = "Inspect, measure and tune the kernels of quackish, and manage their ca
 # Kept here so that `--help` imports no command.
 COMMANDS = {
     "bench": "time operations and other libraries over shapes; compare two results",
-    "cache": "list, verify, clear, export or import compiled kernels",
+    "cache": "list, verify or clear compiled kernels",
     "doctor": "check the installation: versions, GPUs, the path and the results of each operation",
     "emulate": "run the kernels of a call on the CPU, and compare with fp64; needs no GPU",
     "explain": "show the kernels, configs, estimated time and memory of a call; needs no GPU",

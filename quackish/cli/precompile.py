@@ -9,7 +9,7 @@ Needs no GPU, and takes a second per kernel in each process. RMSNorm's kernels d
 cross entropy mainly on H and dtypes. Kernels of calls without grad are included. Each line of a file is an operation, a
 shape and its options, as in `linear_cross_entropy 8192x4096x128256 --schedule recompute`; # starts a comment.
 
-To copy the kernels to another machine with the same versions, use `quackish cache export`.
+A machine with the same versions uses a copy of the cache folder. QUACKISH_CACHE_DIR names the folder on both.
 """
 
 import argparse

@@ -1,24 +1,16 @@
-"""Maintenance of the cache folder: list, verify, remove, export and import kernels."""
+"""Maintenance of the cache folder: list, verify and remove kernels."""
 
-import io
-import lzma
 import os
-import re
 import stat
 import sys
-import tarfile
 import time
-import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from quackish import files
 from quackish.errors import UnsupportedError
 from quackish.launch import cache
-
-_NAME = re.compile(r"\w+-\w+-[0-9a-f]{64}" + re.escape(cache.SUFFIX))
-_MAX_BYTES = 64 << 20  # per file; ours have 20 to 60 KB
 
 
 class Entry(NamedTuple):
@@ -95,76 +87,6 @@ def remove(paths: Iterable[Path]) -> tuple[int, list[str]]:
     return count, failures
 
 
-def pack(entries: Sequence[Entry], archive: Path) -> None:
-    """Writes good files into a tar archive, compressed according to its name (.gz, .xz).
-
-    Raises ValueError if a file has become bad, OSError if the archive cannot be written.
-    """
-    compression: Any = {".gz": "w:gz", ".tgz": "w:gz", ".xz": "w:xz"}.get(archive.suffix, "w")
-    data = io.BytesIO()
-    with tarfile.open(fileobj=data, mode=compression) as tar:
-        for entry in entries:
-            content = cache.read(entry.path)
-            check(content, entry.path.name)
-            member = tarfile.TarInfo(entry.path.name)
-            member.size, member.mode, member.mtime = len(content), 0o600, int(entry.modified)
-            tar.addfile(member, io.BytesIO(content))
-    files.write(archive, data.getvalue())
-
-
-def unpack(archive: Path) -> tuple[list[Entry], list[Entry]]:
-    """Adds the kernels of an archive that `pack` wrote. They are code that will run, so its author must be trusted.
-
-    Returns the added kernels, and those that existed already and are kept. All members are verified before the first is
-    written. Raises ValueError if a member is not a kernel under its own name (but a path, a link, a folder, too large,
-    damaged) or if other users may write to the cache folder; OSError if the archive cannot be read or the cache folder
-    cannot be written.
-    """
-    try:
-        with tarfile.open(archive, "r:*") as tar:
-            contents = {member.name: _content(tar, member) for member in tar}
-    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError) as error:
-        reason = str(error).partition("\n")[0].rstrip(":")  # further lines list the compressions tried
-        raise ValueError(
-            f"{archive}: not a tar archive, or a damaged one ({reason}); expected what `cache export` wrote"
-        ) from None
-    folder, added, existing = cache.make_folder(), [], []
-    for name, content in contents.items():
-        path = folder / name
-        if path.exists() and not (entry := _examine(path)).fault:
-            existing.append(entry)
-        else:
-            files.write(path, content)
-            added.append(_examine(path))
-    return added, existing
-
-
-def check(content: bytes, name: str) -> dict[str, str]:
-    """The identity of a kernel's file. Raises ValueError unless the file is good and `name` is its name."""
-    identity, _ = cache.unpack(content)
-    strings = isinstance(identity, dict) and all(isinstance(text, str) for pair in identity.items() for text in pair)
-    if not strings or not {"kernel", "problem", "config", "target"} <= identity.keys():
-        raise ValueError("its identity is incomplete")
-    if cache.name_of(identity) != name or not _NAME.fullmatch(name):
-        raise ValueError(cache.WRONG_NAME)
-    return identity
-
-
-def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    if not _NAME.fullmatch(member.name):
-        raise ValueError(f"{member.name!r} is not the name of a kernel")
-    if not member.isreg():
-        raise ValueError(f"{member.name} is not a file but a link, a folder or a device")
-    if member.size > _MAX_BYTES:
-        raise ValueError(f"{member.name} has {member.size} bytes; expected at most {_MAX_BYTES}")
-    content = tar.extractfile(member).read()
-    try:
-        check(content, member.name)
-    except ValueError as error:
-        raise ValueError(f"{member.name}: {error}") from None
-    return content
-
-
 def _examine(path: Path) -> Entry:
     identity, fault, size, modified = {}, "", 0, time.time()
     try:
@@ -172,7 +94,18 @@ def _examine(path: Path) -> Entry:
         size, modified = status.st_size, status.st_mtime
         if not stat.S_ISREG(status.st_mode):
             raise ValueError("not a file but a link, a folder or a device")
-        identity = check(cache.read(path), path.name)
+        identity = _identity(cache.read(path), path.name)
     except (OSError, ValueError) as error:
         fault = cache.reason_of(error)
     return Entry(path, size, modified, identity, fault)
+
+
+def _identity(content: bytes, name: str) -> dict[str, str]:
+    """Of a kernel's file. Raises ValueError unless the file is good and `name` is its name."""
+    identity, _ = cache.unpack(content)
+    strings = isinstance(identity, dict) and all(isinstance(text, str) for pair in identity.items() for text in pair)
+    if not strings or not {"kernel", "problem", "config", "target"} <= identity.keys():
+        raise ValueError("its identity is incomplete")
+    if cache.name_of(identity) != name:
+        raise ValueError(cache.WRONG_NAME)
+    return identity
