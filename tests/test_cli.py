@@ -123,7 +123,7 @@ def test_a_command_shows_the_name_by_which_it_runs(by_module, script):
 
 # Help ----------------------------------------------------------------------------------------------------------------
 
-BARE = ["", "cache", "bench", "bench compare", "emulate", "explain", "precompile", "tune"]
+BARE = ["", "cache", "bench", "emulate", "explain", "precompile", "tune"]
 
 
 @pytest.mark.parametrize("words", BARE)

@@ -1,10 +1,9 @@
-"""Times an operation and every installed peer, or compares two results.
+"""Times an operation and every installed peer.
 
     quackish bench rms_norm --model llama3-8b qwen3-8b --tokens 4096,8192
     quackish bench linear_cross_entropy --shapes 8192x4096x128256 --providers "quackish*" liger
     quackish bench grouped_mlp --model qwen3-30b-a3b olmoe-1b-7b --tokens 16384
     quackish bench scaled_dot_product_attention --shapes 4x16x2048x64 --attn-bias 1,H --attn-mask half
-    quackish bench compare before.csv after.csv --fail 3%
 
 In each cell (shape, dtype and direction) all providers take turns on a cold L2, together with the roof: PyTorch's
 kernels for the same memory traffic or matmuls. A CSV, a page and figures go to the folder --out. A provider that
@@ -16,7 +15,6 @@ until then the rows are in *.partial*.csv beside it.
 
 import argparse
 import itertools
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quackish.argument_types import one_of
@@ -28,11 +26,6 @@ if TYPE_CHECKING:
     from quackish.bench.table import Bench
 
 _DTYPES = {short: name for short, name in DTYPES.items() if short != "fp64"}
-COMPARE = """Compares two CSVs of `bench` row by row: a table of ratios, and the regressions.
-
-A row is a regression if it is slower by more than --fail and by more than the noise (its p20 exceeds the p80 of
-before), or if it now fails. The exit status is 1 if there are any.
-"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,11 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, bench in BENCHES.items():
         measuring = what.add_parser(name, help=bench.op.title, description=f"Times {name} and its peers.")
         _add_measuring_arguments(measuring, bench)
-    comparing = what.add_parser("compare", help="compare two results: ratios and regressions", description=COMPARE)
-    comparing.add_argument("before", type=Path, help="the baseline CSV")
-    comparing.add_argument("after", type=Path, help="the CSV to compare with it")
-    fail_help = "the smallest slowdown that is a regression; default %(default)s"
-    comparing.add_argument("--fail", type=_share, default="3%", metavar="PERCENT", help=fail_help)
 
 
 def _add_measuring_arguments(parser: argparse.ArgumentParser, bench: "Bench") -> None:
@@ -82,15 +70,9 @@ def _add_measuring_arguments(parser: argparse.ArgumentParser, bench: "Bench") ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """0; 1 if nothing was measured or `compare` found regressions."""
-    from quackish.bench import compare
-
+    """0; 1 if nothing was measured."""
+    check_bench_extra()
     try:
-        if args.what == "compare":
-            text, pairs = compare.compare(args.before, args.after, args.fail)
-            print(text)
-            return 1 if compare.regressions(pairs) else 0
-        check_bench_extra()
         return _measure(args)
     except (ValueError, OSError, RuntimeError) as error:
         raise CommandError(str(error)) from error
@@ -135,14 +117,3 @@ def _measure(args: argparse.Namespace) -> int:
 def _list_of(parse):
     """An argparse type: comma-separated values, each parsed by `parse`."""
     return lambda text: [parse(word) for word in text.split(",") if word]
-
-
-def _share(text: str) -> float:
-    """0.03 of "3%" or "3"."""
-    try:
-        share = float(text.rstrip("% ")) / 100
-    except ValueError:
-        share = -1.0
-    if not share >= 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a percentage such as 3%")
-    return share

@@ -8,7 +8,7 @@ from quackish.cli.parser import Parser, program_name
 _ABOUT = "Inspect, measure and tune the kernels of quackish, and manage their cache."
 # Kept here so that `--help` imports no command.
 COMMANDS = {
-    "bench": "time operations and other libraries over shapes; compare two results",
+    "bench": "time operations and other libraries over shapes",
     "cache": "list, verify or clear compiled kernels",
     "doctor": "check the installation: versions, GPUs, the path and the results of each operation",
     "emulate": "run the kernels of a call on the CPU, and compare with fp64; needs no GPU",
