@@ -62,6 +62,6 @@ FIGURES = [
 def test_recorded_figures_name_every_point(card: str, suffix: str, cell: Cell):
     found = Results(read_rows(RECORDED / f"{card}/linear_cross_entropy.csv"))
     svg = (RECORDED / f"{card}/linear_cross_entropy{suffix}.svg").read_text(encoding="utf-8")
-    drawn = "\n".join(re.findall("<!-- (.*?) -->", svg))  # texts are paths, with each line in a comment
-    missing = [label for label in labels_of(found.best_points(cell)).values() if f"\n{label}\n" not in drawn]
+    drawn = re.findall("<!-- (.*?) -->", svg)  # texts are paths, with each line in a comment
+    missing = [label for label in labels_of(found.best_points(cell)).values() if label not in drawn]
     assert missing == []
