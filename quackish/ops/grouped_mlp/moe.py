@@ -55,25 +55,61 @@ def moe_mlp(
     x = x.to(dtype)  # before it is copied
     num_experts, k = w2.shape[0], top_k_index.shape[-1]
 
-    # Sort the choices by expert. Dropped choices map to expert E and sort last. `order` has the choice of each row, and
-    # `row` the row of each choice.
-    choices = top_k_index.flatten().clamp(-1, num_experts).remainder(num_experts + 1)
-    if num_experts < 2**15:
-        choices = choices.to(torch.int16)  # sorts in half the time
-    expert, order = choices.sort(stable=True)
-    row = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-    experts = torch.arange(num_experts, dtype=expert.dtype, device=expert.device)
-    offs = torch.searchsorted(expert, experts, right=True, out_int32=True)
-
+    order, row, offs = _route(top_k_index, num_experts)
     rows_of_token = row.view(-1, k)
     rows = _Copy.apply(x.flatten(0, -2), order, rows_of_token, backend)
     weights = _Copy.apply(top_k_weights.flatten(), order, row[:, None], backend)
     inputs = inputs._replace(x=rows, scales=weights if b2 is None else None, offs=offs)
     y = run_mlp(inputs, dtype, activation, recompute, backend)
     if b2 is not None:
-        weights = weights.masked_fill(expert == num_experts, 0.0)
+        is_dropped = torch.arange(order.shape[0], device=order.device) >= offs[-1]
+        weights = weights.masked_fill(is_dropped, 0.0)
         y = y * weights[:, None].to(y.dtype)
     return _Sum.apply(y, order, rows_of_token, backend).view(x.shape)
+
+
+# The order of rows ----------------------------------------------------------------------------------------------------
+
+_lib = torch.library.Library("quackish", "FRAGMENT")
+_lib.define(
+    "moe_order(Tensor top_k_index, SymInt num_experts) -> (Tensor order, Tensor row, Tensor offs)",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
+)
+_order_op = torch.ops.quackish.moe_order.default
+
+
+def _order(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sorts choices by expert: (the choice of each row, the row of each choice, the end of each expert's rows).
+
+    Dropped choices map to expert E and sort last.
+    """
+    choices = top_k_index.flatten().clamp(-1, num_experts).remainder(num_experts + 1)
+    if num_experts < 2**15:
+        choices = choices.to(torch.int16)  # sorts in half the time
+    expert, order = choices.sort(stable=True)
+    row = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+    experts = torch.arange(num_experts, dtype=expert.dtype, device=expert.device)
+    return order, row, torch.searchsorted(expert, experts, right=True, out_int32=True)
+
+
+def _order_fake(top_k_index, num_experts):
+    size = (top_k_index.numel(),)
+    order, row = (top_k_index.new_empty(size, dtype=torch.int64) for _ in range(2))
+    return order, row, top_k_index.new_empty((num_experts,), dtype=torch.int32)
+
+
+_lib.impl("moe_order", _order, "CompositeExplicitAutograd")
+torch.library.register_fake("quackish::moe_order", _order_fake, lib=_lib)
+
+
+def _route(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`_order`. An operator outside plain eager: its kernels are not fused, and modes do not see it write in place."""
+    if is_plain() and are_plain((top_k_index,)):
+        return _order(top_k_index, num_experts)
+    return _order_op(top_k_index, num_experts)
+
+
+# Copies and sums of rows ----------------------------------------------------------------------------------------------
 
 
 class _Copy(torch.autograd.Function):
