@@ -10,7 +10,7 @@ from quackish.errors import UnsupportedError
 from quackish.ops.linear_cross_entropy import checks, linear_cross_entropy
 from quackish.ops.linear_cross_entropy.calls import GradOutputs, Plan, unpack
 from quackish.ops.linear_cross_entropy.checks import Inputs
-from quackish.ops.linear_cross_entropy.operators import Outputs, Saved, _bwd_op, _fwd_op
+from quackish.ops.linear_cross_entropy.operators import Outputs, Saved, bwd_op, fwd_op
 from tests.lce_cases import (
     IGNORED,
     OPTIONS,
@@ -46,12 +46,12 @@ def test_opcheck(needs, schedule, device):
         inputs = Inputs(x, w, target, kw["linear_bias"], kw["weight"], scale)
         plan = Plan(IGNORED, 0.1, 3.0, 1e-3, reduction, return_stats, FP32, "", schedule, 5)
         args = *inputs, *plan, needs
-        torch.library.opcheck(_fwd_op, args)
+        torch.library.opcheck(fwd_op, args)
         with torch.no_grad():
-            outputs, saved, _ = unpack(_fwd_op(*args), Outputs, Saved)
+            outputs, saved, _ = unpack(fwd_op(*args), Outputs, Saved)
             grads = [None if t is None else torch.rand_like(t) for t in outputs[: len(GradOutputs._fields)]]
             args = [t.detach() if torch.is_tensor(t) else t for t in args]
-            torch.library.opcheck(_bwd_op, (*grads, *saved, *args))
+            torch.library.opcheck(bwd_op, (*grads, *saved, *args))
 
 
 @on_every_path

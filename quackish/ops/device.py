@@ -22,7 +22,7 @@ from quackish.gpu import Gpu, gpu_of
 from quackish.once import once
 from quackish.ops import cuda, workspace
 from quackish.ops.kernel_for import Kernel, KernelFor, kernel_for
-from quackish.ops.modes import is_compiling
+from quackish.ops.modes import add_flop_formulas, is_compiling
 
 # (shape, strides, dtype) -> uninitialized memory; shape and strides are tuples, not torch.Size
 Empty = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
@@ -187,18 +187,21 @@ def _refuse_compile(op: str, device: torch.device) -> None:
 
 
 # torch.compiler.assume_constant_result sets this too, but it imports the compiler, including Triton.
-_traced_as_constants: tuple[Any, ...] = why_unsupported, expects_kernels, requires_kernels, _refuse_compile
+_traced_as_constants: tuple[Any, ...] = (
+    why_unsupported, expects_kernels, requires_kernels, _refuse_compile, add_flop_formulas,
+)  # fmt: skip
 for _function in _traced_as_constants:
     _function._dynamo_marked_constant = True
 
 
-def refuse_compile(op: str, device: torch.device) -> None:
+def prepare_operator(op: str, device: torch.device) -> None:
     """Call it where an operator is called. While torch.compile traces it, UnsupportedError if the device `must_cover`.
 
     The first condition is also a guard of the compiled code: another block of `substitute` traces it again.
     """
     if _substitutes and is_compiling():
         _refuse_compile(op, device)
+    add_flop_formulas()
 
 
 def refuse_portable(why: str, device: torch.device, backend: str) -> None:
@@ -234,7 +237,7 @@ def forward_device(device: torch.device) -> Device | str | None:
 def check_same_device(op: str, forward: Device | str | None, device: torch.device) -> None:
     """RuntimeError if only one of forward and backward runs in a block of `substitute`, or each in another one.
 
-    Compiled code has no such check: torch.compile is refused in such blocks (`refuse_compile`).
+    Compiled code has no such check: torch.compile is refused in such blocks (`prepare_operator`).
     """
     if is_compiling():
         return

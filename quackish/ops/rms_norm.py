@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 from quackish.configs import choose
 from quackish.errors import UnsupportedError
 from quackish.ops.buffers import check_buffer
-from quackish.ops.device import check_same_device, device_of, refuse_compile, refuse_portable, report_portable
+from quackish.ops.device import check_same_device, device_of, prepare_operator, refuse_portable, report_portable
 from quackish.ops.modes import as_plain, functorch_level, is_plain, is_transformed, num_dispatch_modes
 from quackish.ops.rms_norm_checks import check_backward, check_flags, check_forward, check_module, check_module_inputs
 from quackish.ops.rms_norm_plans import BackwardPlan, ForwardPlan, add_to, plan_for, resolve_eps
@@ -417,7 +417,7 @@ def _rms_norm_op(x, weight, bias, residual, dweight_out, eps, *options) -> Any:
 
 def _prepare_operator(x: Tensor) -> None:
     """Registers DTensor's sharding rules if DTensor is loaded. `import quackish` does not load it, which is slow."""
-    refuse_compile("rms_norm", x.device)
+    prepare_operator("rms_norm", x.device)
     if "torch.distributed.tensor" in sys.modules:
         import quackish.ops.rms_norm_sharding  # noqa: F401
 

@@ -4,6 +4,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from quackish.ops.modes import num_dispatch_modes
+
 # PyTorch 2.13 renamed these.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -11,6 +13,9 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 def all_gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     """`own` of all ranks, concatenated in rank order."""
+    if num_dispatch_modes():  # selective checkpointing cannot save a tensor that is written later
+        ops = torch.ops._c10d_functional
+        return ops.wait_tensor(ops.all_gather_into_tensor(own.contiguous(), group.size(), group.group_name))
     out = own.new_empty((group.size() * own.shape[0], *own.shape[1:]))
     _all_gather_single(out, own.contiguous(), group=group)
     return out

@@ -97,12 +97,12 @@ def combine(
     log_prob = entropy = predicted = None
     if stats.entropy is not None:
         entropy = (log_shares.exp() * (stats.entropy - log_shares)).sum(0)
-        log_prob = (-nll).masked_fill_(rows.weight.isnan(), float("nan"))
+        log_prob = (-nll).masked_fill(rows.weight.isnan(), float("nan"))
         predicted = stats.predicted.gather(0, stats.max_logit.argmax(0)[None])[0]  # ties: the lowest rank
         predicted = predicted.masked_fill(rows.ignored | lse.isnan(), -1).long()
-    for t in (loss, lse, log_prob, entropy):
-        if t is not None:
-            t.masked_fill_(rows.ignored, 0.0)
+    loss, lse, log_prob, entropy = (
+        None if t is None else t.masked_fill(rows.ignored, 0.0) for t in (loss, lse, log_prob, entropy)
+    )
     return Combined(
         loss, lse, log_prob, entropy, predicted, rows, target_weight, owner == rank, log_shares[rank],
         ShardStats(*(None if t is None else t[rank] for t in stats)), total_weight,

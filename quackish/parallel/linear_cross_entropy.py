@@ -42,8 +42,8 @@ from quackish.ops.linear_cross_entropy.checks import (
     make_options,
 )
 from quackish.ops.linear_cross_entropy.launches import LceKernels
-from quackish.ops.linear_cross_entropy.operators import Outputs, Saved, run_backward, run_forward
-from quackish.ops.modes import are_plain, check_memory, is_compiling, is_transformed
+from quackish.ops.linear_cross_entropy.operators import Outputs, Saved, bwd_op, fwd_op, run_backward, run_forward
+from quackish.ops.modes import add_flop_formulas, are_plain, check_memory, is_compiling, is_plain, is_transformed
 from quackish.parallel.collectives import all_gather, sum_over_ranks
 from quackish.parallel.combine import NO_CLASSES, LossOptions, ShardStats, combine, row_gradients
 from quackish.reference.linear_cross_entropy import mean_divisor, rows_of
@@ -425,7 +425,7 @@ def _make_shard_call(
     stats = smooth or options.return_stats
     inputs = _with_a_class(inputs)._replace(
         input=_whole_input(inputs.input, ranks).reshape(-1, inputs.input.shape[-1]),
-        target=(target - start).remainder_(max(v, 1)).masked_fill_(target == options.ignore_index, _IGNORED),
+        target=(target - start).remainder(max(v, 1)).masked_fill(target == options.ignore_index, _IGNORED),
         num_items=None,
     )
     inputs = inputs if smooth else inputs._replace(weight=None)
@@ -471,7 +471,7 @@ class _VocabParallel(torch.autograd.Function):
         if ranks.sharded_dim is not None:
             x = all_gather(x.to(plan.compute_dtype), ranks.group)  # cast first: fewer bytes to send
         shard = shard._replace(input=x)
-        outputs, saved, _ = run_forward(shard, plan, needed, kernels)
+        outputs, saved, _ = _forward_of_shard(shard, plan, needed, kernels)
 
         own = _shard_stats(shard, plan, inputs, options, shards.start, outputs)
         stats = own.unstack(all_gather(_in_target_order(own.stacked(), shape, ranks), ranks.group))
@@ -519,7 +519,7 @@ class _VocabParallel(torch.autograd.Function):
         grads = row_gradients(combined, loss_options, shard.linear_weight.shape[0], *grads)
         grads = GradOutputs(*(t if t is None else _in_gathered_order(t, ctx.target_shape, ranks) for t in grads))
 
-        dx, dw, db = run_backward(shard, plan, needed, grads, saved, kernels)
+        dx, dw, db = _backward_of_shard(shard, plan, needed, grads, saved, kernels)
         if dx is not None:
             scatter = ranks.sharded_dim is not None
             dx = sum_over_ranks(dx, ranks.group, scatter, ranks.deterministic).view(ctx.input_shape)
@@ -529,6 +529,33 @@ class _VocabParallel(torch.autograd.Function):
         if ctx.is_empty:
             dw, db = (None if t is None else torch.empty_like(t[:0]) for t in (shard.linear_weight, shard.linear_bias))
         return of_all_inputs(ctx, Grads(dx, dw, db))
+
+
+def _forward_of_shard(
+    shard: Inputs, plan: Plan, needed: GradsNeeded, kernels: LceKernels | None
+) -> tuple[Outputs, Saved, Grads]:
+    """`run_forward`, or for dispatch modes its operator."""
+    if is_plain():
+        return run_forward(shard, plan, needed, kernels)
+    add_flop_formulas()
+    outputs, saved, grads, _ = unpack(fwd_op(*shard, *plan, _are_needed(needed)), Outputs, Saved, Grads)
+    return outputs, saved, grads
+
+
+def _backward_of_shard(
+    shard: Inputs, plan: Plan, needed: GradsNeeded, grads: GradOutputs, saved: Saved, kernels: LceKernels | None
+) -> Grads:
+    """`run_backward`, or for dispatch modes its operator."""
+    if is_plain():
+        return run_backward(shard, plan, needed, grads, saved, kernels)
+    add_flop_formulas()
+    if needed.dx is not None:  # the operator's dx has its input's dtype, which an all-gather may have rounded
+        shard = shard._replace(input=shard.input.to(needed.dx))
+    return Grads(*bwd_op(*grads, *saved, *shard, *plan, _are_needed(needed)))
+
+
+def _are_needed(needed: GradsNeeded) -> list[bool]:
+    return [needed.dx is not None, needed.dw is not None, needed.db]
 
 
 def _shard_stats(
@@ -555,11 +582,12 @@ def _shard_stats(
 def _max_logits(shard: Inputs, plan: Plan, predicted: Tensor, dtype: torch.dtype) -> Tensor:
     """(m,) the logits of the predicted classes before logit_scale. Bitwise equal for equal rows of weight."""
     (x, w, bias), classes = shard.parameters(), predicted.clamp(min=0)
-    max_logits = x.new_empty(classes.shape, dtype=dtype)
+    chunks = [x.new_empty(0, dtype=dtype)]
     for start in range(0, len(classes), _MAX_LOGIT_CHUNK):
         chunk = slice(start, start + _MAX_LOGIT_CHUNK)
         rows, columns = (t.to(plan.compute_dtype).to(dtype) for t in (x[chunk], w[classes[chunk]]))
-        torch.sum(rows * columns, 1, out=max_logits[chunk])
+        chunks.append((rows * columns).sum(1))
+    max_logits = torch.cat(chunks)
     if bias is not None:
-        max_logits += bias[classes]
+        max_logits = (max_logits + bias[classes]).to(dtype)
     return max_logits if plan.softcap is None else plan.softcap * torch.tanh(max_logits / plan.softcap)

@@ -74,7 +74,7 @@ def rows_of(target: Tensor, v: int, weight: Tensor | None, ignore_index: int, dt
         row_weight = torch.ones_like(target, dtype=dtype)
     else:
         row_weight = weight.to(dtype).index_select(0, index)
-    return Rows(ignored, index, row_weight.masked_fill_(index != target, float("nan")).masked_fill_(ignored, 0.0))
+    return Rows(ignored, index, row_weight.masked_fill(index != target, float("nan")).masked_fill(ignored, 0.0))
 
 
 def mean_divisor(rows: Rows, num_items: int | Tensor | None = None) -> Tensor:

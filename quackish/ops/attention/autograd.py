@@ -18,12 +18,12 @@ from quackish.ops.device import (
     check_same_device,
     device_of,
     expects_kernels,
-    refuse_compile,
+    prepare_operator,
     report_portable,
     require_device,
     why_unsupported,
 )
-from quackish.ops.modes import are_plain, as_plain, check_memory, is_plain, without_autocast
+from quackish.ops.modes import add_flop_formulas, are_plain, as_plain, check_memory, is_plain, without_autocast
 from quackish.reference import attention as reference
 from quackish.reference.attention import Inputs, Options, strides_like
 
@@ -131,6 +131,7 @@ def _op_backward(ctx, do, dlse, dplan=None):
         with as_current(do.device), without_autocast(do.device.type):
             grads = _backward(do, dlse, out, lse, plan, inputs, ctx.options, need_dbias, ctx.backend)
     else:
+        add_flop_formulas()
         grads = _bwd_op(do, dlse, out, lse, plan, *inputs, *ctx.options, need_dbias, ctx.backend)
     return *grads, None, *none
 
@@ -181,6 +182,6 @@ def attention(inputs: Inputs, options: Options, backend: str) -> tuple[Tensor, T
     args: tuple[Any, ...] = (*inputs, *options, backend)
     if is_plain() and are_plain(args) and _has_memory(inputs.q):
         return _Attention.apply(*args)
-    refuse_compile(WHO, inputs.q.device)
+    prepare_operator(WHO, inputs.q.device)
     out, lse, _ = _fwd_op(*args)
     return out, lse

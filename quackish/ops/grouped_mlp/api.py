@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from quackish.errors import UnsupportedError
-from quackish.ops.device import refuse_compile, refuse_portable
+from quackish.ops.device import prepare_operator, refuse_portable
 from quackish.ops.grouped_mlp.autograd import Dtypes, mlp, rows_op, sum_op
 from quackish.ops.grouped_mlp.checks import Inputs, check_buffers, check_mlp, check_mm
 from quackish.ops.modes import is_compiling, is_transformed
@@ -95,7 +95,7 @@ def grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *, backend: Bac
     """
     dtype = check_mm(a, b, offs, backend)
     refuse_transforms("grouped_mm")
-    refuse_compile("grouped_mm", a.device)
+    prepare_operator("grouped_mm", a.device)
     a, b = _to(a, dtype), _to(b, dtype)
     if a.dim() == 3 and b.dim() == 3:
         if backend == "auto":

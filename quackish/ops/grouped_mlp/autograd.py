@@ -16,14 +16,14 @@ from quackish.ops.device import (
     as_current,
     check_same_device,
     device_of,
-    refuse_compile,
+    prepare_operator,
     report_portable,
     require_device,
     why_unsupported,
 )
 from quackish.ops.grouped_mlp import kernel_steps
 from quackish.ops.grouped_mlp.checks import Inputs, check_offs
-from quackish.ops.modes import are_plain, as_plain, check_memory, is_plain, without_autocast
+from quackish.ops.modes import add_flop_formulas, are_plain, as_plain, check_memory, is_plain, without_autocast
 from quackish.reference import grouped_mlp as reference
 
 
@@ -201,6 +201,7 @@ def _op_backward(ctx, dy, _):
         with as_current(dy.device), without_autocast(dy.device.type):
             grads = _mlp_backward(dy, preactivation, inputs, ctx.activation, dtypes, ctx.backend)
     else:
+        add_flop_formulas()
         grads = Dtypes(*_bwd_op(dy, preactivation, *tensors, ctx.activation, *dtypes, ctx.backend))
         for name, out in outs.items():
             out.add_(getattr(grads, name))
@@ -253,6 +254,7 @@ def _mm_context(ctx, inputs, output):
 def _rows_backward(ctx, dy):
     check_same_device("grouped_mm", ctx.device, dy.device)
     a, w, offs = ctx.saved_tensors
+    add_flop_formulas()
     da = rows_op(dy, w.transpose(1, 2), offs, ctx.backend) if ctx.needs_input_grad[0] else None
     dw = sum_op(dy, a, offs, ctx.backend) if ctx.needs_input_grad[1] else None
     return da, dw, None, None
@@ -261,6 +263,7 @@ def _rows_backward(ctx, dy):
 def _sum_backward(ctx, dy):
     check_same_device("grouped_mm", ctx.device, dy.device)
     a, b, offs = ctx.saved_tensors
+    add_flop_formulas()
     da = rows_op(b, dy, offs, ctx.backend) if ctx.needs_input_grad[0] else None
     db = rows_op(a, dy.transpose(1, 2), offs, ctx.backend) if ctx.needs_input_grad[1] else None
     return da, db, None, None
@@ -319,5 +322,5 @@ def mlp(*args) -> tuple[Tensor, Tensor | None]:
     """(y, preactivation). The operator's own autograd takes 100 us more (on a CPU, with kernels that do nothing)."""
     if is_plain() and are_plain(args) and not args[0].is_meta:
         return _GroupedMlp.apply(*args)
-    refuse_compile("grouped_mlp", args[0].device)
+    prepare_operator("grouped_mlp", args[0].device)
     return mlp_op(*args)

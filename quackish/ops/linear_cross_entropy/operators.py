@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quackish.configs import row_state
 from quackish.configs.linear_cross_entropy import rows_kept
-from quackish.ops.device import as_current, check_same_device, device_of, refuse_compile
+from quackish.ops.device import as_current, check_same_device, device_of, prepare_operator
 from quackish.ops.linear_cross_entropy import portable, schedules
 from quackish.ops.linear_cross_entropy.autograd import (
     NO_SECOND_DERIVATIVES,
@@ -35,7 +35,7 @@ from quackish.ops.linear_cross_entropy.buffers import RowState, padded_strides
 from quackish.ops.linear_cross_entropy.calls import ForwardResult, GradOutputs, Grads, GradsNeeded, Plan, unpack
 from quackish.ops.linear_cross_entropy.checks import Inputs
 from quackish.ops.linear_cross_entropy.schedules import grads_in_forward
-from quackish.ops.modes import as_plain
+from quackish.ops.modes import add_flop_formulas, as_plain
 from quackish.reference.linear_cross_entropy import accumulate_dtype
 
 
@@ -111,17 +111,17 @@ _lib.define(
     f"{_results(*Grads._fields)}",
     tags=_TAGS,
 )
-_fwd_op = torch.ops.quackish.linear_cross_entropy_fwd.default
-_bwd_op = torch.ops.quackish.linear_cross_entropy_bwd.default
+fwd_op = torch.ops.quackish.linear_cross_entropy_fwd.default
+bwd_op = torch.ops.quackish.linear_cross_entropy_bwd.default
 
 
 def _run_ops(inputs: Inputs, plan: Plan) -> tuple[Tensor, ...]:
-    refuse_compile("linear_cross_entropy", inputs.input.device)
+    prepare_operator("linear_cross_entropy", inputs.input.device)
     items = inputs.num_items
     if items is not None and not isinstance(items, Tensor):  # a tensor, so that compiled code is not specialized on it
         dtype = accumulate_dtype(plan.compute_dtype)
         inputs = inputs._replace(num_items=torch.full((), items, dtype=dtype, device=inputs.input.device))
-    outputs, _ = unpack(_fwd_op(*inputs, *plan, requires_grad(inputs)), Outputs)
+    outputs, _ = unpack(fwd_op(*inputs, *plan, requires_grad(inputs)), Outputs)
     return outputs if plan.return_stats else (outputs.loss, outputs.lse)
 
 
@@ -211,7 +211,7 @@ def _on_tensor_device(impl):
     return on_device
 
 
-IMPLEMENTATIONS = {_fwd_op: _fwd_impl, _bwd_op: _bwd_impl}
+IMPLEMENTATIONS = {fwd_op: _fwd_impl, bwd_op: _bwd_impl}
 for _op, _impl, _fake in (("fwd", _fwd_impl, _fwd_fake), ("bwd", _bwd_impl, _bwd_fake)):
     _lib.impl(f"linear_cross_entropy_{_op}", _on_tensor_device(_impl), "CompositeExplicitAutograd")
     torch.library.register_fake(f"quackish::linear_cross_entropy_{_op}", _fake, lib=_lib)
@@ -256,7 +256,8 @@ def _op_backward(ctx, *grads):
         grads = Grads(*(None if g is None else _scaled_grad(g, factor, t.dtype) for g, t in pairs))
     if any(missing):
         inputs = inputs._replace(grad_weight_out=dw_out)
-        late = Grads(*_bwd_op(*grad_outputs, *saved, *inputs, *plan, missing))
+        add_flop_formulas()
+        late = Grads(*bwd_op(*grad_outputs, *saved, *inputs, *plan, missing))
         if dw_out is not None and late.dw is not None:
             dw_out.add_(late.dw)
             late = late._replace(dw=None)
