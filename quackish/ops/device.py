@@ -187,9 +187,7 @@ def _refuse_compile(op: str, device: torch.device) -> None:
 
 
 # torch.compiler.assume_constant_result sets this too, but it imports the compiler, including Triton.
-_traced_as_constants: tuple[Any, ...] = (
-    why_unsupported, expects_kernels, requires_kernels, _refuse_compile, add_flop_formulas,
-)  # fmt: skip
+_traced_as_constants: tuple[Any, ...] = why_unsupported, expects_kernels, requires_kernels, _refuse_compile
 for _function in _traced_as_constants:
     _function._dynamo_marked_constant = True
 
@@ -197,11 +195,12 @@ for _function in _traced_as_constants:
 def prepare_operator(op: str, device: torch.device) -> None:
     """Call it where an operator is called. While torch.compile traces it, UnsupportedError if the device `must_cover`.
 
-    The first condition is also a guard of the compiled code: another block of `substitute` traces it again.
+    `_substitutes` is also a guard of the compiled code: another block of `substitute` traces it again.
     """
-    if _substitutes and is_compiling():
+    if not is_compiling():
+        add_flop_formulas()
+    elif _substitutes:
         _refuse_compile(op, device)
-    add_flop_formulas()
 
 
 def refuse_portable(why: str, device: torch.device, backend: str) -> None:
