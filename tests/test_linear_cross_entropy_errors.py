@@ -108,6 +108,41 @@ def test_buffer_must_not_overlap_weight_or_input():
     linear_cross_entropy(x, first, target, grad_weight_out=second)  # one storage without overlap
 
 
+@pytest.mark.parametrize(
+    "name, value", [("weight", torch.ones(11)), ("logit_scale", torch.tensor(2.0)), ("num_items", torch.tensor(2.0))]
+)
+def test_argument_without_gradient_must_not_require_one(name, value):
+    """As in PyTorch's losses: an error if grad is enabled, also after such a call without grad made the same plan."""
+    needs = value.clone().requires_grad_()
+    message = f"linear_cross_entropy: {name} requires grad, but gets no gradient; expected {name}.detach()"
+    for _ in range(2):
+        with torch.no_grad():
+            assert torch.equal(wrong(**{name: needs}), wrong(**{name: value}))
+        compiled = torch.compile(lambda t: wrong(**{name: t}), backend="eager")
+        for call in (wrong, lambda **options: compiled(*options.values())):
+            with pytest.raises(ValueError, match=re.escape(message)):
+                call(**{name: needs})
+    if name != "num_items":  # an argument of the module's call
+        with pytest.raises(ValueError, match=f"LinearCrossEntropyLoss: {name} requires grad"):
+            LinearCrossEntropyLoss(8, 11, **{name: needs})
+        with torch.no_grad():
+            module = LinearCrossEntropyLoss(8, 11, **{name: needs})
+        with pytest.raises(ValueError, match=re.escape(message)):
+            module(*make(dtype=FP32)[::2])
+
+
+def test_tangents_of_class_weights():
+    x, w, target, _ = make(dtype=torch.float64)
+    weight, tangent = torch.rand(2, 11, dtype=torch.float64)
+
+    def loss(weight):
+        return linear_cross_entropy(x.detach(), w.detach(), target, weight=weight)
+
+    _, got = torch.func.jvp(loss, (weight,), (tangent,))
+    step = 1e-6 * tangent
+    torch.testing.assert_close(got, (loss(weight + step) - loss(weight - step)) / 2e-6, rtol=1e-6, atol=1e-8)
+
+
 @pytest.mark.parametrize("version", [1, 2])
 def test_buffer_under_fsdp_raises(version, tmp_path):
     """FSDP reduces only .grad: the buffer would get this rank's unreduced gradient."""

@@ -23,6 +23,7 @@ from quackish.ops.linear_cross_entropy.checks import (
     check_tensors,
     make_inputs,
     make_options,
+    refuse_grad,
     resolve_compute_dtype,
 )
 from quackish.ops.linear_cross_entropy.launches import LceKernels
@@ -91,13 +92,13 @@ def linear_cross_entropy(
         linear_weight: (V, H) in input's dtype unless autocast is on, any strides.
         target: (...) int32 or int64: classes or `ignore_index`. Class probabilities are not supported.
         linear_bias: (V,) in input's dtype or fp32, added to the fp32 logits. -inf masks a class.
-        weight: (V,) floating class weights, without gradient.
+        weight: (V,) floating class weights. They get no gradient: with grad enabled, requiring one is an error.
         reduction: "mean", "sum" or "none". "mean" divides by the sum of the live rows' class weights, or `num_items`.
         ignore_index: rows with this target have loss 0 and no gradient. None: -100.
         label_smoothing: in [0, 1], as in F.cross_entropy, including class weights.
         softcap: positive. None or inf: no cap.
         logit_scale: the inverse of a temperature: a positive number, or a 0-dim floating tensor, which is never copied
-            to the host. Gets no gradient. None: 1.
+            to the host. Gets no gradient, as class weights. None: 1.
         z_loss: finite, not negative. Class weights do not scale it; "mean" divides it like the other terms.
         num_items: int or 0-dim tensor that replaces the divisor of "mean". A tensor is never copied to the host.
         return_lse: return (loss, lse). lse is differentiable; in ignored rows it is 0 without gradient.
@@ -229,6 +230,7 @@ class LinearCrossEntropyLoss(nn.Module):
             raise ValueError(f"{who}: weight has shape {tuple(weight.shape)}, expected ({num_classes},)")
         if weight is not None and not weight.is_floating_point():
             raise TypeError(f"{who}: weight is {weight.dtype}, expected bfloat16, float16, float32 or float64")
+        refuse_grad(who, weight=weight)
         options = Options(
             reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, softcap=softcap,
             z_loss=z_loss, schedule=schedule, chunk_size=chunk_size, memory_limit=memory_limit, backend=backend,
@@ -293,6 +295,7 @@ def _new_plan(inputs: Inputs, options: Options) -> tuple[Plan, LceKernels | None
 def key_of(inputs: Inputs, options: Options) -> tuple:
     """Everything but the epoch that plans and checks depend on. For invalid arguments may raise or be unhashable."""
     return (
+        torch.is_grad_enabled(),  # without it, class weights may require grad
         *options,
         *map(type, options),  # 1, 1.0 and True are equal
         *[

@@ -69,6 +69,7 @@ def check_tensors(inputs: Inputs) -> None:
             )
         if tensor.device != inputs.input.device:
             raise ValueError(f"{who}: {name} is on {tensor.device}, expected input's device {inputs.input.device}")
+    refuse_grad(who, weight=inputs.weight)
     x, w, out = inputs.input, inputs.linear_weight, inputs.grad_weight_out
     floats = _DTYPES, "bfloat16, float16, float32 or float64"
     buffer = (torch.float32, w.dtype), f"torch.float32 or linear_weight's {w.dtype}"
@@ -157,10 +158,16 @@ def check_options(
             raise ValueError(f"{who}: {name} has shape {tuple(t.shape)}, expected a 0-dim tensor or a number")
         if t.device.type != "cpu" and t.device != device:
             raise ValueError(f"{who}: {name} is on {t.device}, expected {device} (input's) or cpu")
-        if t.requires_grad:
-            raise ValueError(f"{who}: {name} requires grad, but gets no gradient; expected {name}.detach()")
+    refuse_grad(who, **tensors)
     if isinstance(logit_scale, Tensor) and logit_scale.dtype not in _DTYPES:
         raise TypeError(f"{who}: logit_scale is {logit_scale.dtype}, expected bfloat16, float16, float32 or float64")
+
+
+def refuse_grad(who: str, **tensors: Tensor | None) -> None:
+    """ValueError for a tensor from which autograd would want a gradient; as in PyTorch, none under torch.no_grad."""
+    for name, t in tensors.items():
+        if t is not None and t.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{who}: {name} requires grad, but gets no gradient; expected {name}.detach()")
 
 
 def resolve_compute_dtype(inputs: Inputs) -> torch.dtype:

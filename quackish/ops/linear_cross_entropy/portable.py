@@ -142,7 +142,7 @@ def run_full_logits(inputs: Inputs, plan: Plan) -> tuple[Tensor, ...]:
     with torch.autocast(x.device.type, enabled=False):
         loss, stats = linear_cross_entropy_forward(
             x.reshape(-1, x.shape[-1]).to(plan.compute_dtype), w.to(plan.compute_dtype), flat_target, linear_bias=bias,
-            weight=None if weight is None else weight.detach(), reduction=plan.reduction,
+            weight=weight, reduction=plan.reduction,
             ignore_index=plan.ignore_index, label_smoothing=plan.label_smoothing, softcap=plan.softcap,
             logit_scale=inputs.logit_scale, z_loss=plan.z_loss, num_items=inputs.num_items,
             return_stats=plan.return_stats,
