@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import quackish
 from quackish.errors import UnsupportedError, a
+from quackish.integrations.plain import warn_unless_compiling, why_weights_unsupported
 from quackish.integrations.transformers.subclass import subclass, unpatched_class
 from quackish.integrations.transformers.trial import Random, difference, isolated, plain_attributes, reason, small_copy
 
@@ -39,6 +40,13 @@ def experts_class(base: type, form: Form) -> type:
                 f"the weights of {a(base)} are parametrized, as by PEFT's target_parameters; expected plain "
                 "ones, because quackish sorts them in memory. Call revert(model) before PEFT wraps it"
             )
+        if why := why_weights_unsupported(self):
+            if permuted:
+                raise UnsupportedError(
+                    f"{a(base)}: {why}, because quackish sorts it in memory. Call revert(model) before quantizing it"
+                )
+            warn_unless_compiling(f"{base.__name__}: {why}. Its own forward runs.")
+            return base.forward(self, *args, **kwargs)
         x, index, weights = *args, *[kwargs[name] for name in names[len(args) :]]
         return run(self, form, x, index, weights)
 
@@ -121,6 +129,8 @@ def form_of(experts: nn.Module) -> Form | str:
     base = unpatched_class(experts)
     if "forward" in vars(experts):
         return "its forward was replaced on the instance, as hooks of accelerate do"
+    if why := why_weights_unsupported(experts):
+        return why
     if len(takes(experts)) != 3:
         return f"its forward takes ({', '.join(takes(experts))}), expected hidden states, indices and weights"
     key = base, base.forward, key_of(experts)

@@ -13,7 +13,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import ModelOutput
 
 import quackish
-from quackish.errors import UnsupportedError, a, warn_once
+from quackish.errors import UnsupportedError, a
+from quackish.integrations.plain import warn_unless_compiling, why_output_differs, why_weights_unsupported
 from quackish.integrations.transformers.logits import Logits, WithoutLogits
 from quackish.integrations.transformers.sharded_head import loss_of_sharded_head
 from quackish.integrations.transformers.subclass import subclass, unpatched_class
@@ -60,7 +61,7 @@ def model_class(base: type, head_name: str, options: HeadOptions) -> type:
             new_embeddings.__class__ = head_class(options)
 
     made_by = model_class, base, head_name, options
-    return subclass(base, forward, made_by, set_output_embeddings=set_output_embeddings)
+    return subclass(base, forward, made_by, head_name=head_name, set_output_embeddings=set_output_embeddings)
 
 
 def _skips_logits(model: nn.Module, head_name: str, skip_logits: bool | None, named: dict) -> bool:
@@ -71,18 +72,35 @@ def _skips_logits(model: nn.Module, head_name: str, skip_logits: bool | None, na
     if not skip_logits or not has_labels or model.loss_function is not ForCausalLMLoss:
         return False
     # An attribute of the instance: PEFT's modules_to_save and FSDP forward arguments and attributes to what they wrap.
-    head = getattr(model, head_name)
-    if getattr(head, "computes_loss", False):
-        return True
-    if not torch.compiler.is_compiling():
-        fix = "call revert(model) and apply(model) after it is replaced"
-        if is_adapted(head):
-            fix = "leave it out of PEFT's target_modules"
-        warn_once(
-            f"{head_name} is {type(head).__module__}.{type(head).__name__}: the loss is computed from full logits. "
-            f"To use quackish.linear_cross_entropy, {fix}."
-        )
-    return False
+    why = why_bypassed(getattr(model, head_name))
+    if why:
+        warn_unless_compiling(f"{head_name}: {why}. The loss is computed from full logits.")
+    return not why
+
+
+# Modules that call the module they wrap with all arguments, and return what it returns.
+_WRAPPERS = (
+    "peft.utils.other.ModulesToSaveWrapper",
+    "torch._dynamo.eval_frame.OptimizedModule",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel",
+    "torch.nn.modules.container.ModuleDict",  # in ModulesToSaveWrapper
+)
+
+
+def why_bypassed(head: nn.Module) -> str:
+    """Why a patched model does not use its head to compute the loss; "" if it does. Called in every step."""
+    kind = type(head)
+    if getattr(kind, "computes_loss", False):
+        return why_output_differs(head) or why_weights_unsupported(head)
+    name = f"{kind.__module__}.{kind.__name__}"
+    if name in _WRAPPERS:
+        is_compiled = kind.__name__ == "OptimizedModule"  # which has a forward of its own on each instance
+        whys = [why_bypassed(child) for child in head.children()]
+        return next(filter(None, whys), "" if is_compiled else why_output_differs(head))
+    if is_adapted(head):
+        return f"it is {name}; leave it out of PEFT's target_modules to use quackish.linear_cross_entropy"
+    return f"it is {name}, expected the patched head; call revert(model) and apply(model) after it is replaced"
 
 
 def is_adapted(head: nn.Module) -> bool:
@@ -155,10 +173,8 @@ def why_unsupported(model: nn.Module) -> str:
     if not linears:
         return f"{head_name} is {a(type(head))}, expected a torch.nn.Linear"
     for module in (head, *linears):
-        if "forward" in vars(module):
-            return f"the forward of {head_name} was replaced on the instance, as hooks of accelerate do"
-        if module._forward_hooks or module._forward_pre_hooks:
-            return f"{head_name} has forward hooks, which may change the logits"
+        if why := why_output_differs(module) or why_weights_unsupported(module):
+            return f"{head_name}: {why}"
     base, classes, has_bias = unpatched_class(model), linears[0].out_features, linears[0].bias is not None
     key = base, base.forward, head_name, classes, has_bias, model.config.to_json_string()
     if key not in _trials:

@@ -61,7 +61,7 @@ class Logits:
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((*self.hidden.shape[:-1], self.head.weight.shape[0]))
+        return torch.Size((*self.hidden.shape[:-1], self.head.out_features))
 
     def __getattr__(self, name: str):
         raise AttributeError(f"the forward uses logits.{name}, which takes all logits")

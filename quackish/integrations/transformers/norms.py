@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import quackish
+from quackish.integrations.plain import warn_unless_compiling, why_weights_unsupported
 from quackish.integrations.transformers.subclass import subclass, unpatched_class
 from quackish.integrations.transformers.trial import Random, difference, isolated, plain_attributes, reason, shell
 
@@ -41,6 +42,9 @@ def norm_class(base: type, formula: Formula) -> type:
     def forward(self, *args, **kwargs) -> Tensor:
         (x,) = *args, *kwargs.values()
         if torch.compiler.is_compiling():  # the compiler fuses it with its neighbors
+            return base.forward(self, x)
+        if why := why_weights_unsupported(self):
+            warn_unless_compiling(f"{base.__name__}: {why}. Its own forward runs.")
             return base.forward(self, x)
         if not has_weight:
             return quackish.rms_norm(x, None, eps=getattr(self, eps))
@@ -86,6 +90,8 @@ def formula_of(module: nn.Module) -> Formula | str:
     if not own.keys() <= {"weight"} or any(p.dim() != 1 for p in own.values()):
         shapes = ", ".join(f"{name} {tuple(p.shape)}" for name, p in own.items())
         return f"it has parameters {shapes}, expected a weight (n,) or none"
+    if why := why_weights_unsupported(module):
+        return why
     if next(module.children(), None) is not None or next(module.buffers(), None) is not None:
         return "it has submodules or buffers"
     size = None

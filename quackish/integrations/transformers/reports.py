@@ -7,6 +7,7 @@ from typing import Literal
 from torch import nn
 
 from quackish.errors import describe
+from quackish.integrations.plain import why_weights_unsupported
 from quackish.integrations.transformers import experts, head, norms, scaled_experts
 from quackish.integrations.transformers.subclass import is_patched
 
@@ -21,7 +22,7 @@ class Entry:
     module: nn.Module = field(repr=False)
     kind: Kind
     is_patched: bool
-    reason: str = ""  # why it cannot be patched
+    reason: str = ""  # why it cannot be patched, or why calls of a patched one run Transformers' code
 
     @property
     def is_expected(self) -> bool:
@@ -43,7 +44,9 @@ class Report(list[Entry]):
     def __str__(self) -> str:
         groups: dict[tuple, list[Entry]] = {}
         for entry in self:
-            state = "patched" if entry.is_patched else entry.reason or "not patched; apply(model) can"
+            state = entry.reason or "not patched; apply(model) can"
+            if entry.is_patched:
+                state = f"patched, but runs Transformers' code: {entry.reason}" if entry.reason else "patched"
             groups.setdefault((entry.kind, type(entry.module).__name__, state), []).append(entry)
         lines = []
         for (kind, name, state), entries in groups.items():
@@ -92,16 +95,28 @@ def _why(proof: tuple | str) -> str:
     return proof if isinstance(proof, str) else ""
 
 
+def _why_experts(patched: nn.Module) -> str:
+    is_block = scaled_experts.is_block(patched)
+    return scaled_experts.why_bypassed(patched.experts) if is_block else why_weights_unsupported(patched)
+
+
+def _why_loss(patched: nn.Module) -> str:
+    head_name = type(patched).head_name
+    why = head.why_bypassed(getattr(patched, head_name))
+    return f"{head_name}: {why}" if why else ""
+
+
 def examine(model: nn.Module, kinds: Sequence[Kind] = ("norm", "loss", "experts")) -> Iterator[Entry]:
     """An entry for each norm and each module of experts, and one for the loss."""
     for name, module in model.named_modules():
         done = is_patched(module)
         if "norm" in kinds and norms.is_norm(module):
-            yield Entry(name, module, "norm", done, "" if done else _why(norms.formula_of(module)))
+            reason = why_weights_unsupported(module) if done else _why(norms.formula_of(module))
+            yield Entry(name, module, "norm", done, reason)
         if "experts" in kinds and is_experts(module):
-            reason = "" if done else _why_bypassed(model, name) or _why(experts_form(module))
+            reason = _why_experts(module) if done else _why_bypassed(model, name) or _why(experts_form(module))
             yield Entry(name, module, "experts", done, reason)
     if "loss" in kinds:
         whole = head.base_model(model)
         name, done = next(name for name, module in model.named_modules() if module is whole), is_patched(whole)
-        yield Entry(name, whole, "loss", done, "" if done else head.why_unsupported(whole))
+        yield Entry(name, whole, "loss", done, _why_loss(whole) if done else head.why_unsupported(whole))

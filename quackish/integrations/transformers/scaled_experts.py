@@ -10,6 +10,8 @@ import functools
 import torch
 from torch import Tensor, nn
 
+from quackish.errors import a
+from quackish.integrations.plain import warn_unless_compiling, why_output_differs, why_weights_unsupported
 from quackish.integrations.transformers import experts
 from quackish.integrations.transformers.experts import Form
 from quackish.integrations.transformers.subclass import subclass, unpatched_class
@@ -19,6 +21,9 @@ from quackish.integrations.transformers.trial import Random, isolated, reason
 @functools.cache
 def block_class(base: type, form: Form) -> type:
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        if why := why_bypassed(self.experts):
+            warn_unless_compiling(f"experts of {a(base)}: {why}. Its own forward runs.")
+            return base.forward(self, hidden_states)
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         scores, logits = self.router(x)
         scores, index = scores.topk(self.top_k, dim=1)
@@ -29,6 +34,13 @@ def block_class(base: type, form: Form) -> type:
     return subclass(base, forward, (block_class, base, form))
 
 
+def why_bypassed(inner: nn.Module) -> str:
+    """Why a patched block runs its experts on all tokens; "" if it runs them on the chosen ones."""
+    if not getattr(type(inner), "takes_index", False):
+        return f"they are {a(type(inner))}, expected the patched ones"
+    return why_output_differs(inner) or why_weights_unsupported(inner)
+
+
 @functools.cache
 def experts_class(base: type, form: Form) -> type:
     def forward(self, hidden_states: Tensor, index: Tensor | None = None) -> Tensor:
@@ -37,7 +49,7 @@ def experts_class(base: type, form: Form) -> type:
         ones = torch.ones(index.shape, dtype=hidden_states.dtype, device=hidden_states.device)
         return experts.run(self, form, hidden_states, index, ones)
 
-    return subclass(base, forward, (experts_class, base, form))
+    return subclass(base, forward, (experts_class, base, form), takes_index=True)
 
 
 def patch(block: nn.Module, form: Form) -> None:
@@ -64,8 +76,10 @@ _forms: dict[tuple, Form | str] = {}
 def form_of(block: nn.Module) -> Form | str:
     """What the experts of a block compute, or why `quackish.moe_mlp` cannot."""
     base = unpatched_class(block)
-    if any("forward" in vars(module) for module in (block, block.experts)):
+    if "forward" in vars(block):
         return "its forward was replaced on the instance, as hooks of accelerate do"
+    if why := why_output_differs(block.experts) or why_weights_unsupported(block.experts):
+        return f"its experts: {why}"
     key = base, base.forward, experts.key_of(block)
     if key not in _forms:
         try:

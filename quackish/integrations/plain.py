@@ -1,0 +1,71 @@
+"""Whether a module computes what its class does, from weights that quackish can read."""
+
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from quackish.errors import a, warn_once
+
+# Subclasses of PyTorch that dispatch quackish's operators. Others with a __torch_dispatch__, such as quantized tensors,
+# rarely do.
+_SUBCLASSES = "DTensor", "FakeTensor", "FunctionalTensor", "AsyncCollectiveTensor"
+# Whose hooks gather and shard weights, or track names, and take a loss as well as logits.
+_SHARDING = "torch.distributed.", "torch.utils.module_tracker", "deepspeed."
+
+
+def why_weights_unsupported(module: nn.Module) -> str:
+    """Why quackish cannot read a module's own weights; "" if it can."""
+    for name, p in module._parameters.items():  # attributes would compute parametrizations, which have a state
+        if type(p) is not nn.Parameter and p is not None and not _is_supported(p):
+            return f"its {name} is {a(type(getattr(p, '_local_tensor', p)))}, expected a plain tensor"
+    return ""
+
+
+def _is_supported(t: Tensor) -> bool:
+    kind = type(getattr(t, "_local_tensor", t))  # of a DTensor
+    is_known = kind in (Tensor, nn.Parameter) or kind.__name__ in _SUBCLASSES
+    return is_known or kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
+def why_output_differs(module: nn.Module) -> str:
+    """Why a call of a module may not be its class's forward alone; "" if it is."""
+    own = module.__dict__
+    if "forward" in own:
+        return "its forward was replaced on the instance, as hooks of accelerate do"
+    if not (
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+        or torch_module._has_any_global_hook()
+    ):
+        return ""
+    hook = next((hook for hook in _hooks(module) if not _origin(hook).startswith(_SHARDING)), None)
+    return "" if hook is None else f"it has the hook {_name(hook)}, which may read or change inputs or outputs"
+
+
+def _hooks(module: nn.Module) -> Iterator[Callable]:
+    of_all = torch_module
+    for hooks in (
+        module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks,
+        of_all._global_forward_hooks, of_all._global_forward_pre_hooks, of_all._global_backward_hooks,
+        of_all._global_backward_pre_hooks,
+    ):  # fmt: skip
+        yield from hooks.values()
+
+
+def _origin(hook: Callable) -> str:
+    hook = hook.func if isinstance(hook, functools.partial) else hook
+    return getattr(hook, "__module__", None) or ""
+
+
+def _name(hook: Callable) -> str:
+    return getattr(hook, "__qualname__", type(hook).__qualname__)
+
+
+def warn_unless_compiling(message: str) -> None:
+    if not torch.compiler.is_compiling():
+        warn_once(message)
