@@ -1,7 +1,7 @@
 """Whether a module computes what its class does, from weights that quackish can read."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -43,18 +43,19 @@ def why_output_differs(module: nn.Module) -> str:
         or torch_module._has_any_global_hook()
     ):
         return ""
-    hook = next((hook for hook in _hooks(module) if not _origin(hook).startswith(_SHARDING)), None)
-    return "" if hook is None else f"it has the hook {_name(hook)}, which may read or change inputs or outputs"
-
-
-def _hooks(module: nn.Module) -> Iterator[Callable]:
-    of_all = torch_module
-    for hooks in (
-        module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks,
-        of_all._global_forward_hooks, of_all._global_forward_pre_hooks, of_all._global_backward_hooks,
-        of_all._global_backward_pre_hooks,
-    ):  # fmt: skip
-        yield from hooks.values()
+    for hook in (
+        *own["_forward_hooks"].values(),
+        *own["_forward_pre_hooks"].values(),
+        *own["_backward_hooks"].values(),
+        *own["_backward_pre_hooks"].values(),
+        *torch_module._global_forward_hooks.values(),
+        *torch_module._global_forward_pre_hooks.values(),
+        *torch_module._global_backward_hooks.values(),
+        *torch_module._global_backward_pre_hooks.values(),
+    ):
+        if not _origin(hook).startswith(_SHARDING):
+            return f"it has the hook {_name(hook)}, which may read or change inputs or outputs"
+    return ""
 
 
 def _origin(hook: Callable) -> str:

@@ -35,9 +35,10 @@ def head_class(options: HeadOptions) -> type:
         """The logits; with a target the loss. It is computed here because FSDP gathers the weight for this forward."""
         if target is None:
             return nn.Linear.forward(self, input)
-        is_sharded = all(type(t).__name__ == "DTensor" for t in (input, self.weight))
+        weight = self.weight  # read once: a parametrization computes it, and may change its state
+        is_sharded = all(type(t).__name__ == "DTensor" for t in (input, weight))
         loss_function = loss_of_sharded_head if is_sharded else quackish.linear_cross_entropy
-        return loss_function(input, self.weight, target, linear_bias=self.bias, **options._asdict(), **kwargs)
+        return loss_function(input, weight, target, linear_bias=self.bias, **options._asdict(), **kwargs)
 
     return subclass(nn.Linear, forward, (head_class, options), computes_loss=True)
 
