@@ -101,6 +101,15 @@ def test_compiled_code_and_torch_func(alone):
         torch.func.grad(double)(x, w)
 
 
+def test_class_weights_must_not_require_grad(alone):
+    x, w, target, _ = make()
+    weight = torch.ones(11, requires_grad=True)
+    with torch.no_grad():
+        linear_cross_entropy(x, w, target, weight=weight)
+    with pytest.raises(ValueError, match=r"^parallel.linear_cross_entropy: weight requires grad, .* weight.detach\(\)"):
+        linear_cross_entropy(x, w, target, weight=weight)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", parallel_checks.ON_GPUS)
 def test_ranks_on_one_gpu_match_one_process(ranks, tmp_path):

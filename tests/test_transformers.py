@@ -202,7 +202,13 @@ def test_arguments_of_the_loss():
     as_tuple = model(tokens(), None, labels=tokens(), return_dict=False)
     torch.testing.assert_close(as_tuple[0], plain(tokens(), labels=tokens()).loss)
     assert type(as_tuple) is tuple
-    assert len(as_tuple) == 2  # with the cache
+    output = model(tokens(), labels=tokens())
+    cache = type(output.past_key_values)
+    assert [type(part) for part in as_tuple] == [torch.Tensor, type(None), cache]  # None in the place of logits
+    assert [type(part) for part in output[:]] == [torch.Tensor, type(None), cache]
+    assert output[1] is None
+    assert list(output) == [name for name in plain(**batch()) if name != "logits"]
+    assert type(pickle.loads(pickle.dumps(output))) is type(plain(tokens()))
     only_shifted = model(tokens(), shift_labels=shifted).loss
     torch.testing.assert_close(only_shifted, plain(**batch()).loss)
 

@@ -13,6 +13,7 @@ from tests.wrapper_tensor import Wrapper
 pytest.importorskip("transformers", minversion="5")
 from quackish.errors import PortablePathWarning, UnsupportedError
 from quackish.integrations.transformers import apply, report
+from quackish.integrations.transformers.experts import Form, patch
 from tests.test_transformers import Temperature, assert_same_step, batch, step, tiny
 
 
@@ -64,10 +65,11 @@ def test_quantized_weights(name, is_patched_first):
 
 
 def test_quantized_weights_that_are_sorted():
-    model = apply(tiny("GptOss"), experts=True)
-    quantize(model.model.layers[0].mlp.experts)
+    experts = tiny("GptOss", num_hidden_layers=1).model.layers[0].mlp.experts
+    patch(experts, Form("clamped_swiglu", "gate_up_proj", is_transposed=True, is_interleaved=True))
+    quantize(experts)
     with pytest.raises(UnsupportedError, match=r"gate_up_proj is a Quantized, .* Call revert\(model\) before"):
-        model(**batch())
+        experts(torch.ones(3, 32), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
 
 
 def double(module, args, output):
@@ -129,14 +131,28 @@ def test_changed_head(message):
         assert_same_step(each, expected, has_logits=True)
 
 
+@pytest.mark.parametrize("family, name", [("Qwen3Moe", "mlp.experts"), ("Llama4", "feed_forward.experts")])
+def test_hooks_on_norms_and_experts(family, name):
+    """See what they see without quackish."""
+    steps, seen = [], []
+    for model in (apply(tiny(family), experts=True), tiny(family)):
+        seen.append([])
+        for part in (f"model.layers.0.{name}", "model.norm"):
+            module, see = model.get_submodule(part), seen[-1].append
+            module.register_forward_hook(lambda module, args, output, see=see: see((args[0], output)))
+            module.register_full_backward_hook(lambda module, grads, outputs, see=see: see((grads[0], outputs[0])))
+        steps.append(step(model))
+    assert_same_step(*steps, close=1e-4)
+    assert len(seen[0]) == 4
+    torch.testing.assert_close(*seen, rtol=1e-4, atol=1e-5)
+
+
 def test_changed_head_in_compiled_code():
     torch._dynamo.reset()
-    model, plain = apply(tiny(), norms=False), tiny()
-    model.compile(backend="eager", fullgraph=True)
-    assert model(**batch()).logits is None
+    model, plain = apply(tiny(num_hidden_layers=1), norms=False), tiny(num_hidden_layers=1)
     for m in (model, plain):
         m.lm_head.register_forward_hook(double)
-    torch._dynamo.reset()  # by default, compiled code does not see new hooks
+    model.compile(backend="eager", fullgraph=True)
     assert_same_step(step(model), step(plain), has_logits=True)
 
 
@@ -171,6 +187,15 @@ def fsdp2(model):
     fully_shard(model.lm_head, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
 
 
+def zero3(model):
+    def gather(module, *args):
+        pass
+
+    gather.__module__ = "deepspeed.runtime.zero.parameter_offload"
+    model.lm_head.register_forward_pre_hook(gather)
+    model.lm_head.register_forward_hook(gather)
+
+
 @pytest.fixture
 def alone():
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
@@ -178,7 +203,7 @@ def alone():
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("change", [weight_norm, spectral_norm, compiled, checkpointed, fsdp1, fsdp2])
+@pytest.mark.parametrize("change", [weight_norm, spectral_norm, compiled, checkpointed, fsdp1, fsdp2, zero3])
 def test_head_that_others_wrap(change, alone):
     """Their hooks, wrappers and parametrizations leave the loss to quackish, without a warning."""
     model, plain = apply(tiny()), tiny()

@@ -17,6 +17,7 @@ from torchtitan.protocols.module import Module
 import quackish
 from quackish import parallel
 from quackish.errors import a
+from quackish.integrations.plain import why_weights_unsupported
 from quackish.types import Schedule
 
 
@@ -55,6 +56,8 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):  # for subclasses of it, the t
                 f"LinearCrossEntropyLoss: lm_head is {a(type(lm_head))} with its own forward, expected an "
                 "nn.Linear. For this model use torchtitan's ChunkedLossWrapper"
             )
+        if why := why_weights_unsupported(lm_head):
+            raise quackish.UnsupportedError(f"LinearCrossEntropyLoss: lm_head: {why}")
         self.lm_head, compute_logits = lm_head, lm_head.forward
 
         def forward(input: Tensor, target: Tensor | None = None, **options) -> Tensor:

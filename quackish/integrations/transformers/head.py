@@ -125,18 +125,36 @@ def _forward_without_logits(
         labels = kwargs["shift_labels"]  # the forward computes the loss if there are labels
     output = base.forward(view, labels=labels, return_dict=True, **kwargs)
     fields = {name: value for name, value in output.items() if not isinstance(value, Logits)}
-    kind = type(output)
     if return_token_accuracy:
-        kind, fields["token_accuracy"] = _with_token_accuracy(kind), view.token_accuracy
-    output = kind(**fields)
+        fields["token_accuracy"] = view.token_accuracy
+    output = _without_logits(type(output), return_token_accuracy)(**fields)
     return_dict = model.config.return_dict if return_dict is None else return_dict
     return output if return_dict else output.to_tuple()
 
 
-@functools.cache
-def _with_token_accuracy(kind: type[ModelOutput]) -> type[ModelOutput]:
-    field = "token_accuracy", Tensor | None, None
-    return dataclasses.make_dataclass(kind.__name__, [field], bases=(kind,))
+_output_classes: dict[tuple, type[ModelOutput]] = {}
+
+
+def _without_logits(kind: type[ModelOutput], has_token_accuracy: bool) -> type[ModelOutput]:
+    """A class of outputs whose tuples have None in the place of logits, where others leave None out.
+
+    So output[1], and with return_dict=False what is second, is None instead of the next field, such as the cache.
+    """
+    found = _output_classes.get((kind, has_token_accuracy))
+    if found is None and torch.compiler.is_compiling():  # in a process without a trial
+        return kind
+    if found is None:
+
+        def to_tuple(self):
+            names = [f.name for f in dataclasses.fields(self)]
+            return tuple(getattr(self, name) for name in names if name in self or name == "logits")
+
+        fields, methods = [("token_accuracy", Tensor | None, None)], dict(to_tuple=to_tuple)
+        if not has_token_accuracy:
+            fields, methods["__reduce__"] = [], lambda self: kind(**self).__reduce__()  # a class that pickle finds
+        found = dataclasses.make_dataclass(kind.__name__, fields, bases=(kind,), namespace=methods)
+        _output_classes[kind, has_token_accuracy] = found
+    return found
 
 
 # Trials ---------------------------------------------------------------------------------------------------------------
