@@ -12,13 +12,13 @@ from quackish.errors import a, warn_once
 # Subclasses of PyTorch that dispatch quackish's operators. Others with a __torch_dispatch__, such as quantized tensors,
 # rarely do.
 _SUBCLASSES = "DTensor", "FakeTensor", "FunctionalTensor", "AsyncCollectiveTensor"
-# Whose hooks gather and shard weights, or track names, and take a loss as well as logits.
+# Hooks of these modules gather and shard weights, or track names. A loss suits them as well as logits.
 _SHARDING = "torch.distributed.", "torch.utils.module_tracker", "deepspeed."
 
 
 def why_weights_unsupported(module: nn.Module) -> str:
-    """Why quackish cannot read a module's own weights; "" if it can."""
-    for name, p in module._parameters.items():  # attributes would compute parametrizations, which have a state
+    """Why quackish cannot read a module's own weights; "" if it can. Does not compute parametrizations."""
+    for name, p in module._parameters.items():
         if type(p) is not nn.Parameter and p is not None and not _is_supported(p):
             return f"its {name} is {a(type(getattr(p, '_local_tensor', p)))}, expected a plain tensor"
     return ""
@@ -30,31 +30,23 @@ def _is_supported(t: Tensor) -> bool:
     return is_known or kind.__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
-def why_output_differs(module: nn.Module) -> str:
-    """Why a call of a module may not be its class's forward alone; "" if it is."""
+def why_output_differs(module: nn.Module, ignored: tuple[str, ...] = _SHARDING) -> str:
+    """Why a call of a module may not be its class's forward alone; "" if it is.
+
+    ignored: prefixes of the modules whose hooks do not count.
+    """
     own = module.__dict__
     if "forward" in own:
         return "its forward was replaced on the instance, as hooks of accelerate do"
-    if not (
-        own["_forward_hooks"]
-        or own["_forward_pre_hooks"]
-        or own["_backward_hooks"]
-        or own["_backward_pre_hooks"]
-        or torch_module._has_any_global_hook()
-    ):
-        return ""
-    for hook in (
-        *own["_forward_hooks"].values(),
-        *own["_forward_pre_hooks"].values(),
-        *own["_backward_hooks"].values(),
-        *own["_backward_pre_hooks"].values(),
-        *torch_module._global_forward_hooks.values(),
-        *torch_module._global_forward_pre_hooks.values(),
-        *torch_module._global_backward_hooks.values(),
-        *torch_module._global_backward_pre_hooks.values(),
-    ):
-        if not _origin(hook).startswith(_SHARDING):
-            return f"it has the hook {_name(hook)}, which may read or change inputs or outputs"
+    of_all = torch_module
+    for hooks in (
+        own["_forward_hooks"], own["_forward_pre_hooks"], own["_backward_hooks"], own["_backward_pre_hooks"],
+        of_all._global_forward_hooks, of_all._global_forward_pre_hooks, of_all._global_backward_hooks,
+        of_all._global_backward_pre_hooks,
+    ):  # fmt: skip
+        for hook in hooks.values() if hooks else ():
+            if not _origin(hook).startswith(ignored):
+                return f"it has the hook {_name(hook)}, which may read or change inputs or outputs"
     return ""
 
 

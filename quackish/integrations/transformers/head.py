@@ -192,7 +192,7 @@ def why_unsupported(model: nn.Module) -> str:
     if not linears:
         return f"{head_name} is {a(type(head))}, expected a torch.nn.Linear"
     for module in (head, *linears):
-        if why := why_output_differs(module) or why_weights_unsupported(module):
+        if why := why_output_differs(module, ignored=()) or why_weights_unsupported(module):
             return f"{head_name}: {why}"
     base, classes, has_bias = unpatched_class(model), linears[0].out_features, linears[0].bias is not None
     key = base, base.forward, head_name, classes, has_bias, model.config.to_json_string()
