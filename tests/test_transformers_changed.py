@@ -12,7 +12,7 @@ from tests.wrapper_tensor import Wrapper
 
 pytest.importorskip("transformers", minversion="5")
 from quackish.errors import PortablePathWarning, UnsupportedError
-from quackish.integrations.transformers import apply, report
+from quackish.integrations.transformers import apply, report, revert
 from quackish.integrations.transformers.experts import Form, patch
 from tests.test_transformers import Temperature, assert_same_step, batch, step, tiny
 
@@ -70,6 +70,15 @@ def test_quantized_weights_that_are_sorted():
     quantize(experts)
     with pytest.raises(UnsupportedError, match=r"gate_up_proj is a Quantized, .* Call revert\(model\) before"):
         experts(torch.ones(3, 32), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
+
+
+def test_quantized_head_of_torchtitan():
+    pytest.importorskip("torchtitan")
+    head = nn.Linear(8, 8, bias=False)
+    quantize(head)
+    loss = quackish.integrations.torchtitan.LinearCrossEntropyLoss.Config().build()
+    with pytest.raises(UnsupportedError, match="lm_head: its weight is a Quantized, expected a plain tensor"):
+        loss.set_lm_head(head)
 
 
 def double(module, args, output):
@@ -211,6 +220,9 @@ def test_head_that_others_wrap(change, alone):
         warnings.simplefilter("error", PortablePathWarning)
         for m in (model, plain):
             change(m)
+        if change is weight_norm:
+            with pytest.raises(ValueError, match=r"a ParametrizedLinear was wrapped after apply.* parametrizations"):
+                revert(model)
         for _ in range(2):
             (output, grads), (truth, true_grads) = step(model), step(plain)
             assert output.logits is None

@@ -144,9 +144,10 @@ def _patched(model: nn.Module) -> set[nn.Module]:
 
 def _unpatch(modules: set[nn.Module]) -> None:
     for module in modules:
-        if "_quackish_unpatched" not in vars(type(module)):  # FSDP2 subclassed the patched class
+        if "_quackish_unpatched" not in vars(type(module)):  # as FSDP2 and parametrizations subclass it
             raise ValueError(
-                f"revert: {a(type(module))} was wrapped after apply(); expected the model before fully_shard"
+                f"revert: {a(type(module))} was wrapped after apply(); expected the model before "
+                "fully_shard, and without parametrizations"
             )
     for module in modules:
         experts_patches.restore_weights(module)
