@@ -54,12 +54,12 @@ def truth(args):
     right = 0 if args.get("is_causal") else band[1]
     scale = args.get("scale", q.shape[-1] ** -0.5)
     inputs, options = Inputs(q, k, v, bias, args.get("attn_mask")), Options(scale, args.get("softcap"), band[0], right)
-    out, lse = reference.forward(inputs, options)
+    out, lse, residual = reference.forward(inputs, options)
     generator = torch.Generator().manual_seed(1)
     do, dlse = (torch.randn(t.shape, generator=generator) for t in (out, lse))
     do, dlse = do.to(args["query"].dtype).to(out.device).double(), dlse.to(out.device).double()
     dlse = torch.where(lse.isfinite(), dlse, 0)
-    grads = reference.backward(do, dlse, out, lse, inputs, options)
+    grads = reference.backward(do, dlse, out, lse, residual, inputs, options)
     return dict(o=out, lse=lse) | {name: g for name, g in zip(GRADS, grads, strict=True) if g is not None}
 
 

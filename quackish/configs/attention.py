@@ -13,6 +13,7 @@ from quackish.gpu import Gpu
 
 BLOCK = 64  # rows of a warp group's accumulator; queries and keys of a classified block of a mask
 EMPTY, MIXED, FULL = range(3)  # classes of a block: no key, some keys or all keys take part
+LARGE = 2.0**12  # backward does not fold the scale and the sum of rows beyond it into one fp32 number: `ScoreArgs`
 ORDERED = 2 * BLOCK  # queries or keys of a tile that has a place in the order of a mask
 MAX_D = 128
 # Registers per thread of the producer and of the consumers, by number of consumer warp groups. All threads together may
@@ -76,14 +77,16 @@ class ForwardArgs(NamedTuple):
     scores: Any = ScoreArgs()
     o: Any = None  # (B, Hq, Lq, d), written
     lse: Any = F32  # (B, Hq, Lq), written
+    lse_residual: Any = F32  # as lse, written: what rounding lse to fp32 dropped; 0 if |lse| <= LARGE
 
 
 class RowsArgs(NamedTuple):
     o: Any = None  # (B, Hq, Lq, d)
     do: Any = None  # as o
     lse: Any = F32  # (B, Hq, Lq)
+    lse_residual: Any = F32
     dlse: Any = None  # (B, Hq, Lq) fp32; if lse has a gradient
-    stats: Any = ALIGNED_F32  # (2, B, Hq, stats_row), written: the shift of the scores in units of log2, and delta
+    stats: Any = ALIGNED_F32  # (4, B, Hq, stats_row), written: see kernels/attention/rows.py
     stats_row: Any = "int64"  # a multiple of 4
     batch: Any = "int32"
     heads: Any = "int32"  # Hq
@@ -215,7 +218,7 @@ class AttentionForwardProblem(AttentionProblem):
 
 @dataclasses.dataclass(frozen=True)
 class AttentionRowsProblem:
-    """Two numbers per row for the other kernels of backward: the shift of its scores, and delta."""
+    """Numbers per row for the other kernels of backward: the shift of its scores, and delta."""
 
     dtype: str
     dlse: bool = False

@@ -74,7 +74,7 @@ def _attention_fwd(q, k, v, *_, out_shape=None):
     return sdpa_flop_count(q, *_one_per_query_head(q, k, v))
 
 
-def _attention_bwd(d_o, dlse, o, lse, plan, q, k, v, *_, out_shape=None):
+def _attention_bwd(d_o, dlse, o, lse, lse_residual, plan, q, k, v, *_, out_shape=None):
     return sdpa_backward_flop_count(o, q, *_one_per_query_head(q, k, v))
 
 

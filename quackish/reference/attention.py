@@ -4,6 +4,7 @@
     p   = softmax of x over the keys that the mask, causality and window leave
     o   = p v                      lse = log of the sum of exp(x) over these keys
     ds  = p * (do v^T - delta)     delta = sum of do * o over a row, minus lse's gradient
+    backward: p = exp(x - lse - residual), where residual is what rounding lse to fp32 dropped if |lse| > LARGE, else 0
     dbias = ds, summed over the dimensions in which the bias is broadcast
 
 Computed in fp32 (fp64 for fp64), some rows of queries at a time: scores of at most MAX_SCORES elements, or of one row
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 MAX_SCORES = 1 << 24
+LARGE = 2.0**12
 
 
 class Inputs(NamedTuple):
@@ -40,14 +42,15 @@ class Options(NamedTuple):
         return self.left is not None or self.right is not None
 
 
-def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
-    """(o (B, Hq, Lq, Dv) in q's dtype, lse (B, Hq, Lq) in fp32, or fp64 for fp64)"""
+def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+    """(o (B, Hq, Lq, Dv) in q's dtype, lse (B, Hq, Lq) in fp32, or fp64 for fp64, its residual as lse)"""
     q, k, v, _, _ = inputs
     wide = _wide(q.dtype)
     out = empty_like(q, v.shape[3]).zero_()
     lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
+    residual = torch.zeros_like(lse)
     if not out.numel() or not k.shape[2]:
-        return out, lse
+        return out, lse, residual
     k, v = k.to(wide), v.to(wide)
     for rows in _chunks(inputs):
         x, _ = _scores(inputs, k, rows, options)
@@ -57,8 +60,11 @@ def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
         total = e.sum(-1, keepdim=True)
         o = _matmul(e, v).div_(total).masked_fill_(total == 0, 0.0)
         out[:, :, rows] = o.to(q.dtype)
-        lse[:, :, rows] = (top + total.log()).squeeze(-1)
-    return out, lse
+        of_rows = top + total.log()
+        lse[:, :, rows] = of_rows.squeeze(-1)
+        dropped = (top - of_rows).add_(total.log()).masked_fill_((total == 0) | (of_rows.abs() <= LARGE), 0.0)
+        residual[:, :, rows] = dropped.squeeze(-1)
+    return out, lse, residual
 
 
 def backward(
@@ -66,6 +72,7 @@ def backward(
     dlse: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    residual: Tensor,
     inputs: Inputs,
     options: Options,
     need_dbias: bool = True,
@@ -84,7 +91,7 @@ def backward(
     for rows in _chunks(inputs):
         x, tanh = _scores(inputs, wide_k, rows, options)
         shift = lse[:, :, rows, None].to(wide)
-        p = (x - shift.masked_fill(shift == -torch.inf, 0.0)).exp_()
+        p = (x - shift.masked_fill(shift == -torch.inf, 0.0)).sub_(residual[:, :, rows, None]).exp_()
         grad, o = do[:, :, rows].to(wide), out[:, :, rows].to(wide)
         delta = (grad * o).sum(-1, keepdim=True)
         if dlse is not None:

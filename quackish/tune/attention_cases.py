@@ -25,11 +25,11 @@ def attention(
     on = require_device("tune", device)
     steps = _Recorder(on, p)
     plan = steps.plan(inputs, options)
-    out, lse = steps.forward(inputs, options, plan)
+    out, lse, residual = steps.forward(inputs, options, plan)
     do = torch.randn(out.shape, dtype=out.dtype, device=device)
     is_broadcast = bias is not None and bias.shape[:2] != q.shape[:2]
     need_dbias = is_broadcast or isinstance(p, AttentionProductProblem) or getattr(p, "dbias", False)
-    steps.backward(do, None, out, lse, inputs, options, need_dbias, plan)
+    steps.backward(do, None, out, lse, residual, inputs, options, need_dbias, plan)
     args = steps.args
     assert args is not None, (p, steps.problems)
     written = tuple(steps.memory_at(getattr(args, name)) for name in ATTENTION_RESULTS[kernel])

@@ -34,6 +34,7 @@ class BiasItem(NamedTuple):
 
 class AttentionBiasSm90(AttentionSm90):
     rows_are_queries = True
+    subtracts_twice = True  # otherwise registers are spilled at d 64
 
     @property
     def stage_bytes(self) -> int:
@@ -155,7 +156,7 @@ class AttentionBiasSm90(AttentionSm90):
         rK, rV = (mmas[0].make_fragment_B(part.partition_B(t)) for t in (sK, sV))
         x, dp, total = (self.accumulator(self.tile_k) for _ in range(3))
         stats = cute.make_rmem_tensor((2, 2), Float32)
-        shift, delta = self.per_row(stats[None, 0]), self.per_row(stats[None, 1])
+        shifts, delta = stats[None, 0], self.per_row(stats[None, 1])
         read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.num_stages)
         for turn in cutlass.range(self.turns(args), unroll=1):
             item = self.item(turn, args)
@@ -176,6 +177,7 @@ class AttentionBiasSm90(AttentionSm90):
                 at = block
                 if const_expr(not (self.problem.bias_aligned and self.problem.mask_aligned)):
                     at = block._replace(head=self.head_at(j, args, item.head))
+                shift = self.shift(self.per_row(shifts), shifts, j, item, args)
                 self.scores(x, s, tiles, read.index, at, shift, None, is_full)
                 for v in cutlass.range_constexpr(cute.size(x)):
                     x[v] = cute.math.exp2(x[v], fastmath=True)

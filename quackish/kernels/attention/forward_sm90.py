@@ -9,14 +9,12 @@ import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr, pipeline
 
-from quackish.configs.attention import BLOCK, ForwardArgs
+from quackish.configs.attention import BLOCK, LARGE, ForwardArgs
 from quackish.kernels.common.attention import AttentionSm90
 from quackish.kernels.common.attention_items import Item
 from quackish.kernels.common.attention_scores import Block, pair_rows
 from quackish.kernels.common.dependent_launch import after_previous
 from quackish.kernels.common.math import LN_2, LOG2_E
-
-LARGE = 2.0**20  # scores beyond it are subtracted before they are multiplied: `exponentials`
 
 
 class AttentionForwardSm90(AttentionSm90):
@@ -182,7 +180,7 @@ class AttentionForwardSm90(AttentionSm90):
                     new = cute.arch.fmax(new, x[i])
             for offset in (1, 2):
                 new = cute.arch.fmax(new, cute.arch.shuffle_sync_bfly(new, offset=offset))
-            base = Float32(0.0) if new * factor == -Float32.inf else new
+            base = Float32(0.0) if new == -Float32.inf else new
             shift = base * factor
             rescale[r] = cute.math.exp2(top[r] * factor - shift, fastmath=True)
             # x * factor - shift is one multiply-add. It is not 0 where x is the maximum, because only shift is rounded:
@@ -206,7 +204,7 @@ class AttentionForwardSm90(AttentionSm90):
 
     @cute.jit
     def finish(self, o: cute.Tensor, top, total, unit: Float32, args: ForwardArgs, block: Block):
-        """Divides by the sums, and stores o and lse."""
+        """Divides by the sums, and stores o, lse and its residual."""
         s, head = args.scores, block.head
         for r in cutlass.range_constexpr(2):
             for offset in (1, 2):
@@ -220,4 +218,7 @@ class AttentionForwardSm90(AttentionSm90):
                 lse = top[r] * unit + cute.math.log2(total[r]) * LN_2
                 at = (Int64(head.batch) * s.heads + head.query_head) * s.num_q + row
                 (args.lse + at).store(-Float32.inf if total[r] == 0.0 else lse)
+                residual = cute.math.fma(top[r], unit, -lse) + cute.math.log2(total[r]) * LN_2
+                is_large = (total[r] > 0.0) & ((lse > LARGE) | (lse < -LARGE))
+                (args.lse_residual + at).store(residual if is_large else Float32(0.0))
         self.write_queries(o, args.o, s, block)

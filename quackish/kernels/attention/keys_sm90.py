@@ -196,9 +196,12 @@ class AttentionKeysSm90(AttentionSm90):
                 n, is_full = self.loaded_tile(sWalk, read.index, j, self.problem.mask_aligned)
                 of_query, q0, k0 = self.place(n, item, args)
                 block = Block(of_query, q0, k0 + wg * BLOCK, self.tile_q, BLOCK, wg, thread)
+                per_lane = const_expr(self.tile_q // 32)
+                values, delta = (self.per_column(sStats[None, r, read.index].iterator, thread) for r in range(2))
+                of_lane = vector_at(sStats[None, 0, read.index].iterator, thread % 32 * per_lane, per_lane)
+                shift = self.shift(values, of_lane, n, item, args)
                 if const_expr(not self.ahead):
                     cute.nvgpu.warpgroup.wait_group(1)  # x
-                shift, delta = (self.per_column(sStats[None, r, read.index].iterator, thread) for r in range(2))
                 self.scores(x, s, tiles, read.index, block, shift, tanhs, is_full)
                 for v in cutlass.range_constexpr(cute.size(x)):
                     x[v] = cute.math.exp2(x[v], fastmath=True)

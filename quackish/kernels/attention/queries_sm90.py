@@ -113,7 +113,7 @@ class AttentionQueriesSm90(AttentionSm90):
             if row < s.num_q:
                 shifts[r] = load_at(args.stats, of_head * args.stats_row + row)
                 deltas[r] = load_at(args.stats, (heads + of_head) * args.stats_row + row)
-        return self.per_row(shifts), self.per_row(deltas)
+        return shifts, self.per_row(deltas)
 
     @cute.jit
     def consume(self, shared, queries, loaded, args: QueriesArgs, wg: Int32, thread: Int32):
@@ -138,7 +138,7 @@ class AttentionQueriesSm90(AttentionSm90):
             of_q, of_do = self.load_own(operands, [sQ, sDO], own.index, thread)
             head, q0 = item.head, item.tile * self.tile_q + wg * BLOCK
             block = Block(head, q0, Int32(0), BLOCK, self.tile_k, wg, thread)
-            shift, delta = self.statistics(args, block)
+            shifts, delta = self.statistics(args, block)
             dq.fill(0.0)
             for j in cutlass.range(item.first, item.last, unroll=1):
                 loaded.consumer_wait(read)
@@ -151,9 +151,9 @@ class AttentionQueriesSm90(AttentionSm90):
                     self.release(loaded, previous)
                     previous.advance()
                 n, is_full = self.loaded_tile(sWalk, read.index, j)
-                self.scores(
-                    x, s, tiles, read.index, block._replace(k0=n * self.tile_k), shift, tanhs, is_full
-                )  # fmt: skip
+                at = block._replace(k0=n * self.tile_k)
+                shift = self.shift(self.per_row(shifts), shifts, n, item, args)
+                self.scores(x, s, tiles, read.index, at, shift, tanhs, is_full)
                 for v in cutlass.range_constexpr(cute.size(x)):
                     x[v] = cute.math.exp2(x[v], fastmath=True)
                 cute.nvgpu.warpgroup.wait_group(0)

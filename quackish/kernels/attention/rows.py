@@ -1,11 +1,15 @@
-"""Backward of attention: per row, shift = log2(e) * lse and delta = sum of do * o, minus lse's gradient."""
+"""Backward of attention: per row, the shift of its scores and delta = sum of do * o, minus lse's gradient.
+
+The shift is log2(e) * lse, and 0 for a row without keys. If |lse| > LARGE, where this product has lost digits, the shift
+is infinite, and two more numbers of the row are stored: lse, and log2(e) times its residual.
+"""
 
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr
 
-from quackish.configs.attention import AttentionRowsConfig, AttentionRowsProblem, RowsArgs
+from quackish.configs.attention import LARGE, AttentionRowsConfig, AttentionRowsProblem, RowsArgs
 from quackish.kernels.common.arguments import fake_args
 from quackish.kernels.common.dependent_launch import after_previous
 from quackish.kernels.common.math import LOG2_E
@@ -54,15 +58,23 @@ class AttentionRows:
             for i in cutlass.range_constexpr(rows_per_thread):
                 products = vectors[2 * i].to(Float32) * vectors[2 * i + 1].to(Float32)
                 deltas[i] = products.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-        heads = Int64(args.heads) * args.batch
+        plane = Int64(args.heads) * args.batch * args.stats_row
         for i in cutlass.range_constexpr(rows_per_thread):
             row, delta = first + i * step, cute.arch.warp_reduction_sum(deltas[i], threads_in_group=8)
             of_other_half = cute.arch.shuffle_sync_bfly(delta, offset=8)
             delta = delta + (of_other_half if lanes == 16 else Float32(0.0))
             if column == 0 and row < args.num_q:
                 lse = load_at(args.lse, of_head * args.num_q + row)
-                shift = Float32(0.0) if lse == -Float32.inf else lse * LOG2_E
+                shift, at = lse * LOG2_E, args.stats + (of_head * args.stats_row + row)
+                if lse == -Float32.inf:
+                    shift = Float32(0.0)
+                elif (lse > LARGE) | (lse < -LARGE):
+                    residual = load_at(args.lse_residual, of_head * args.num_q + row)
+                    pair = args.stats + 2 * (plane + of_head * args.stats_row + row)
+                    pair.store(lse)
+                    (pair + 1).store(residual * LOG2_E)
+                    shift = Float32.inf
                 if const_expr(args.dlse is not None):
                     delta = delta - load_at(args.dlse, of_head * args.num_q + row)
-                (args.stats + (of_head * args.stats_row + row)).store(shift)
-                (args.stats + ((heads + of_head) * args.stats_row + row)).store(delta)
+                at.store(shift)
+                (at + plane).store(delta)

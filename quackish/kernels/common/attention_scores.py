@@ -1,7 +1,8 @@
 """The scores of attention's kernels: accumulators of q k^T with scale, softcap, bias, mask, causality and window.
 
 Scores are x = softcap(scale * q k^T) + bias, and -inf for keys that take no part. With a shift, as in backward, they
-are in units of log2: log2(e) * x - shift.
+are in units of log2: log2(e) * x - shift. If lse is large, this difference has lost too many digits. The shift of such
+a row is infinite, and its scores are log2(e) * (x - lse - residual), with x rounded as in forward.
 """
 
 from typing import NamedTuple, Optional
@@ -13,7 +14,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from quackish.configs.attention import BLOCK, ScoreArgs
 from quackish.kernels.common.attention_items import Head
 from quackish.kernels.common.math import LOG2_E, tanh
-from quackish.kernels.common.memory import load_at
+from quackish.kernels.common.memory import load_at, vector_at
 from quackish.kernels.common.swizzled_tile import SwizzledTile
 
 
@@ -36,6 +37,24 @@ class ScoreTiles(NamedTuple):
     mask: Optional[cute.Tensor]
 
 
+class Shift(NamedTuple):
+    """What backward subtracts from scores."""
+
+    values: cute.Tensor  # like an accumulator
+    any_large: Boolean  # True if one of the warp's rows has an infinite shift: see kernels/attention/rows.py
+    n: Int32  # the block's tile is the n-th one of `item`
+    item: NamedTuple
+    args: NamedTuple  # of the kernel
+
+
+class Terms(NamedTuple):
+    """What a score is computed from, beside q k^T and bias; shift and lse in backward."""
+
+    factor: Float32  # of q k^T
+    shift: Optional[cute.Tensor] = None  # like an accumulator
+    lse: Optional[cute.Pointer] = None  # pairs of the head's rows, for `of_row`; None if no row is large
+
+
 @cute.jit
 def pair_rows(thread: Int32) -> Int32:
     """The first of the thread's two rows of an accumulator, which are 8 apart."""
@@ -43,6 +62,8 @@ def pair_rows(thread: Int32) -> Int32:
 
 
 class AttentionScores:
+    subtracts_twice = False  # lse and then its residual, for large rows: takes fewer registers
+
     @cute.jit
     def position(self, block: Block, i: cutlass.Constexpr[int]):
         """(query, key) of value i of an accumulator."""
@@ -54,35 +75,37 @@ class AttentionScores:
 
     @cute.jit
     def scores(
-        self, acc: cute.Tensor, args: ScoreArgs, tiles: ScoreTiles, stage: Int32, block: Block, shift, tanhs,
-        is_full=None,
+        self, acc: cute.Tensor, args: ScoreArgs, tiles: ScoreTiles, stage: Int32, block: Block,
+        shift: Optional[Shift], tanhs, is_full=None,
     ):  # fmt: skip
         """acc = log2(e) * x - shift for acc = q k^T; or x / `unit_of_scores` without a shift.
 
-        shift, and tanhs for the softcap's tanh, are tensors like acc, or None. is_full: 1 if the mask leaves all keys,
-        else 0; None if unknown.
+        tanhs, for the softcap's tanh, is a tensor like acc, or None. is_full: 1 if the mask leaves all keys, else 0; None
+        if unknown.
         """
-        unit = 1.0 if const_expr(shift is None) else LOG2_E
-        factor = args.scale * unit
+        factor = args.scale
         if const_expr(self.problem.softcap):
-            inner, factor = args.scale / args.softcap, args.softcap * unit
+            inner, factor = args.scale / args.softcap, args.softcap
             for i in cutlass.range_constexpr(cute.size(acc)):
                 acc[i] = tanh(acc[i] * inner)
                 if const_expr(tanhs is not None):
                     tanhs[i] = acc[i]
-        if const_expr(self.are_scaled_later and shift is None):
-            if args.scale <= 0.0:
-                for i in cutlass.range_constexpr(cute.size(acc)):
-                    acc[i] = acc[i] * factor
-        elif const_expr(self.problem.bias_dtype is None):
-            for i in cutlass.range_constexpr(cute.size(acc)):
-                acc[i] = acc[i] * factor - (0.0 if const_expr(shift is None) else shift[i])
-        elif const_expr(self.bias is None):
-            self.add_global_bias(acc, factor, args, block, shift)
-        elif const_expr(self.bias.itemsize == 2):
-            self.add_bias(acc, factor, tiles.bias[None, None, stage].iterator, block, shift)
+        if const_expr(shift is None):
+            self.add_terms(acc, args, tiles, stage, block, Terms(factor))
+        elif not shift.any_large:
+            self.add_terms(acc, args, tiles, stage, block, Terms(factor, shift.values))
         else:
-            self.add_fp32_bias(acc, factor, tiles.bias[None, None, stage].iterator, block, shift)
+            head, _, _ = self.place(shift.n, shift.item, shift.args)
+            # Opaque: addresses that are the same for all tiles of an item were computed before it, and spilled.
+            of_head = cute.arch.make_warp_uniform(head.batch * args.heads + head.query_head)
+            block = block._replace(q0=cute.arch.make_warp_uniform(block.q0))
+            heads, stats, stats_row = args.batch * args.heads, shift.args.stats, shift.args.stats_row
+            lse = stats + Int64(2 * heads + 2 * of_head) * stats_row
+            self.add_terms(acc, args, tiles, stage, block, Terms(factor, shift.values, lse))
+            if const_expr(self.subtracts_twice):
+                for i in cutlass.range_constexpr(cute.size(acc)):
+                    if shift.values[i] == Float32.inf:
+                        acc[i] = acc[i] - self.of_row(lse, i, args, block)[1]
         if const_expr(self.problem.mask and is_full is None):
             self.mask_out(acc, args, tiles, stage, block)
         elif const_expr(self.problem.mask):
@@ -92,6 +115,30 @@ class AttentionScores:
             for i in cutlass.range_constexpr(cute.size(acc)):
                 if not self.takes_part(args, *self.position(block, i)):
                     acc[i] = -Float32.inf
+
+    @cute.jit
+    def add_terms(self, acc: cute.Tensor, args: ScoreArgs, tiles: ScoreTiles, stage: Int32, block: Block, terms: Terms):
+        if const_expr(self.are_scaled_later and terms.shift is None):
+            if args.scale <= 0.0:
+                for i in cutlass.range_constexpr(cute.size(acc)):
+                    acc[i] = acc[i] * terms.factor
+        elif const_expr(self.problem.bias_dtype is None):
+            for i in cutlass.range_constexpr(cute.size(acc)):
+                self.add(acc, i, args, block, terms, None)
+        elif const_expr(self.bias is None):
+            self.add_global_bias(acc, args, block, terms)
+        elif const_expr(self.bias.itemsize == 2):
+            self.add_bias(acc, args, tiles.bias[None, None, stage].iterator, block, terms)
+        else:
+            self.add_fp32_bias(acc, args, tiles.bias[None, None, stage].iterator, block, terms)
+
+    @cute.jit
+    def shift(self, values: cute.Tensor, of_lane: cute.Tensor, n: Int32, item, args) -> Shift:
+        """of_lane: shifts, in all lanes together those of all rows of the warp."""
+        largest = of_lane[0]
+        for i in cutlass.range_constexpr(1, cute.size(of_lane)):
+            largest = cute.arch.fmax(largest, of_lane[i])
+        return Shift(values, cute.arch.vote_any_sync(largest == Float32.inf), n, item, args)
 
     @property
     def are_scaled_later(self) -> bool:
@@ -131,42 +178,67 @@ class AttentionScores:
         return lambda j: tile.columns_at(base, j)
 
     @cute.jit
-    def add(self, acc: cute.Tensor, i: cutlass.Constexpr[int], factor: Float32, bias: Float32, shift):
-        added = bias
-        if const_expr(shift is not None):
-            added = bias * LOG2_E - shift[i]
-        acc[i] = acc[i] * factor + added
+    def add(self, acc: cute.Tensor, i: cutlass.Constexpr[int], args: ScoreArgs, block: Block, terms: Terms, bias):
+        """Value i of acc becomes a score; bias: None for none."""
+        has_bias = const_expr(bias is not None)
+        if const_expr(terms.shift is None):
+            acc[i] = acc[i] * terms.factor + (bias if has_bias else 0.0)
+        else:
+            added = bias * LOG2_E - terms.shift[i] if has_bias else -terms.shift[i]
+            score = acc[i] * (terms.factor * LOG2_E) + added
+            if const_expr(terms.lse is not None):
+                exact = self.score_of_large_row(acc[i], i, args, block, terms, bias if has_bias else Float32(0.0))
+                score = exact if terms.shift[i] == Float32.inf else score
+            acc[i] = score
 
     @cute.jit
-    def add_bias(self, acc: cute.Tensor, factor: Float32, bias: cute.Pointer, block: Block, shift):
+    def score_of_large_row(
+        self, product: Float32, i: cutlass.Constexpr[int], args: ScoreArgs, block: Block, terms: Terms, bias: Float32
+    ) -> Float32:  # fmt: skip
+        """log2(e) * (x - lse - residual), with the same rounding of x as in forward. Garbage in another row."""
+        lse, residual = self.of_row(terms.lse, i, args, block)
+        above = cute.math.fma(product, terms.factor, bias) - lse
+        if const_expr(self.are_scaled_later):
+            if args.scale > 0.0:
+                above = cute.math.fma(product, terms.factor, -lse)
+        return cute.math.fma(above, Float32(LOG2_E), Float32(0.0) if const_expr(self.subtracts_twice) else -residual)
+
+    @cute.jit
+    def of_row(self, pairs: cute.Pointer, i: cutlass.Constexpr[int], args: ScoreArgs, block: Block):
+        """(lse, log2(e) * residual) of the row of value i; garbage if its lse is not large."""
+        pair = vector_at(pairs, 2 * cutlass.min(self.position(block, i)[0], args.num_q - 1), 2)
+        return pair[0], pair[1]
+
+    @cute.jit
+    def add_bias(self, acc: cute.Tensor, args: ScoreArgs, bias: cute.Pointer, block: Block, terms: Terms):
         address = self.fragment(self.bias, bias, block)
         for j in cutlass.range_constexpr(0, cute.size(acc) // 4, 2):
             values = self.bias.load(address(j), not self.rows_are_queries).to(Float32)
             for i in cutlass.range_constexpr(8):
-                self.add(acc, 4 * j + i, factor, values[i], shift)
+                self.add(acc, 4 * j + i, args, block, terms, values[i])
 
     @cute.jit
-    def add_fp32_bias(self, acc: cute.Tensor, factor: Float32, bias: cute.Pointer, block: Block, shift):
+    def add_fp32_bias(self, acc: cute.Tensor, args: ScoreArgs, bias: cute.Pointer, block: Block, terms: Terms):
         row, column = pair_rows(block.thread), block.thread % 4 * 2
         for i in cutlass.range_constexpr(0, cute.size(acc), 2):
             r, c = row + i // 2 % 2 * 8 + block.wg * BLOCK, column + i // 4 * 8
             if const_expr(self.rows_are_queries):
                 values = self.bias.element(bias, r, c, 2)
                 for n in cutlass.range_constexpr(2):
-                    self.add(acc, i + n, factor, values[n], shift)
+                    self.add(acc, i + n, args, block, terms, values[n])
             else:
                 for n in cutlass.range_constexpr(2):
-                    self.add(acc, i + n, factor, self.bias.element(bias, c + n, r, 1)[0], shift)
+                    self.add(acc, i + n, args, block, terms, self.bias.element(bias, c + n, r, 1)[0])
 
     @cute.jit
-    def add_global_bias(self, acc: cute.Tensor, factor: Float32, args: ScoreArgs, block: Block, shift):
+    def add_global_bias(self, acc: cute.Tensor, args: ScoreArgs, block: Block, terms: Terms):
         base = self.start(args.bias, block.head)
         for i in cutlass.range_constexpr(cute.size(acc)):
             q, k = self.position(block, i)
             bias = Float32(0.0)
             if (q < args.num_q) & (k < args.num_k):
                 bias = load_at(base, Int64(q) * args.bias.row + Int64(k) * args.bias.column).to(Float32)
-            self.add(acc, i, factor, bias, shift)
+            self.add(acc, i, args, block, terms, bias)
 
     def per_row(self, values: cute.Tensor):
         """(2,) values of the thread's two rows, as a tensor like an accumulator."""

@@ -45,8 +45,8 @@ def _steps_for(inputs: Inputs, backend: str, need_dbias: bool = False) -> Steps:
     return kernel_steps.steps_of(require_device(WHO, q.device))
 
 
-def _forward(inputs: Inputs, options: Options, backend: str) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(o, lse, plan of the mask)"""
+def _forward(inputs: Inputs, options: Options, backend: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(o, lse, residual of lse, plan of the mask)"""
     check_memory(WHO, query=inputs.q, key=inputs.k, value=inputs.v, attn_bias=inputs.bias, attn_mask=inputs.mask)
     steps = _steps_for(inputs, backend)
     if not isinstance(steps, kernel_steps.AttentionSteps):
@@ -55,10 +55,10 @@ def _forward(inputs: Inputs, options: Options, backend: str) -> tuple[Tensor, Te
     return *steps.forward(inputs, options, plan), plan
 
 
-def _backward(do, dlse, out, lse, plan, inputs: Inputs, options: Options, need_dbias: bool, backend: str):
+def _backward(do, dlse, out, lse, residual, plan, inputs: Inputs, options: Options, need_dbias: bool, backend: str):
     steps = _steps_for(inputs, backend, need_dbias)
     of_mask = (plan,) if isinstance(steps, kernel_steps.AttentionSteps) else ()
-    return steps.backward(do, dlse, out, lse, inputs, options, need_dbias, *of_mask)
+    return steps.backward(do, dlse, out, lse, residual, inputs, options, need_dbias, *of_mask)
 
 
 # Operators ------------------------------------------------------------------------------------------------------------
@@ -67,10 +67,13 @@ _lib = torch.library.Library("quackish", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask"
 _OPTIONS = "float scale, float? softcap, SymInt? left, SymInt? right"
-_lib.define(f"attention_fwd({_INPUTS}, {_OPTIONS}, str backend) -> (Tensor o, Tensor lse, Tensor plan)", tags=_TAGS)
 _lib.define(
-    f"attention_bwd(Tensor d_o, Tensor? dlse, Tensor o, Tensor lse, Tensor? plan, {_INPUTS}, {_OPTIONS}, "
-    "bool need_dbias, str backend) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)",
+    f"attention_fwd({_INPUTS}, {_OPTIONS}, str backend) -> (Tensor o, Tensor lse, Tensor lse_residual, Tensor plan)",
+    tags=_TAGS,
+)
+_lib.define(
+    f"attention_bwd(Tensor d_o, Tensor? dlse, Tensor o, Tensor lse, Tensor lse_residual, Tensor? plan, {_INPUTS}, "
+    f"{_OPTIONS}, bool need_dbias, str backend) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)",
     tags=_TAGS,
 )
 _fwd_op, _bwd_op = torch.ops.quackish.attention_fwd.default, torch.ops.quackish.attention_bwd.default
@@ -84,13 +87,13 @@ def _split(args: tuple) -> tuple[Inputs, Options, tuple]:
 
 def _forward_impl(*args):
     inputs, options, (backend,) = _split(args)
-    out, lse, plan = _forward(inputs, options, backend)
-    return out, lse, inputs.q.new_empty(0, dtype=torch.uint8) if plan is None else plan
+    *results, plan = _forward(inputs, options, backend)
+    return *results, inputs.q.new_empty(0, dtype=torch.uint8) if plan is None else plan
 
 
-def _backward_impl(do, dlse, out, lse, plan, *args):
+def _backward_impl(do, dlse, out, lse, residual, plan, *args):
     inputs, options, (need_dbias, backend) = _split(args)
-    *grads, dbias = _backward(do, dlse, out, lse, plan, inputs, options, need_dbias, backend)
+    *grads, dbias = _backward(do, dlse, out, lse, residual, plan, inputs, options, need_dbias, backend)
     return *grads, None if dbias is None else dbias.contiguous()
 
 
@@ -101,10 +104,10 @@ def _forward_fake(*args):
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     num_bytes = 0 if mask is None else kernel_steps.plan_bytes(mask.shape, q.shape[2], k.shape[2])
     plan = q.new_empty(num_bytes, dtype=torch.uint8)
-    return out, q.new_empty(q.shape[:3], dtype=wide), plan
+    return out, *(q.new_empty(q.shape[:3], dtype=wide) for _ in range(2)), plan
 
 
-def _backward_fake(do, dlse, out, lse, plan, *args):
+def _backward_fake(do, dlse, out, lse, residual, plan, *args):
     inputs, _, (need_dbias, _) = _split(args)
     grads = [t.new_empty_strided(t.shape, strides_like(t, t.shape[3])) for t in inputs[:3]]
     return *grads, inputs.bias.new_empty(inputs.bias.shape) if need_dbias and inputs.bias is not None else None
@@ -117,22 +120,22 @@ def _setup_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _op_backward(ctx, do, dlse, dplan=None):
+def _op_backward(ctx, do, dlse, dresidual=None, dplan=None):
     if torch.is_grad_enabled():
         raise RuntimeError(f"{WHO}: create_graph=True (double backward) is not supported")
     none = (None,) * (_NUM_OPTIONS + 1)
     if do is None and dlse is None:
         return (None,) * _NUM_INPUTS + none
     check_same_device(WHO, ctx.device, (dlse if do is None else do).device)
-    *tensors, out, lse, plan = ctx.saved_tensors
+    *tensors, out, lse, residual, plan = ctx.saved_tensors
     inputs, need_dbias = Inputs(*tensors), ctx.needs_input_grad[Inputs._fields.index("bias")]
     do = torch.zeros_like(out) if do is None else do
     if is_plain() and are_plain((do, dlse, *tensors)) and _has_memory(do):
         with as_current(do.device), without_autocast(do.device.type):
-            grads = _backward(do, dlse, out, lse, plan, inputs, ctx.options, need_dbias, ctx.backend)
+            grads = _backward(do, dlse, out, lse, residual, plan, inputs, ctx.options, need_dbias, ctx.backend)
     else:
         add_flop_formulas()
-        grads = _bwd_op(do, dlse, out, lse, plan, *inputs, *ctx.options, need_dbias, ctx.backend)
+        grads = _bwd_op(do, dlse, out, lse, residual, plan, *inputs, *ctx.options, need_dbias, ctx.backend)
     return *grads, None, *none
 
 
@@ -183,5 +186,5 @@ def attention(inputs: Inputs, options: Options, backend: str) -> tuple[Tensor, T
     if is_plain() and are_plain(args) and _has_memory(inputs.q):
         return _Attention.apply(*args)
     prepare_operator(WHO, inputs.q.device)
-    out, lse, _ = _fwd_op(*args)
+    out, lse, *_ = _fwd_op(*args)
     return out, lse

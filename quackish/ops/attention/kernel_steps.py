@@ -120,34 +120,34 @@ class AttentionSteps:
             self._launch(AttentionOrderProblem(), args)
         return plan
 
-    def forward(self, inputs: Inputs, options: Options, plan: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: Inputs, options: Options, plan: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         inputs = _readable(inputs)
         q = inputs.q
-        out, lse = self._like(q), self._contiguous(q.shape[:3], torch.float32)
+        out, (lse, residual) = self._like(q), (self._contiguous(q.shape[:3], torch.float32) for _ in range(2))
         problem = AttentionForwardProblem(**_problem(inputs, options))
         scores = _scores(inputs, plan, options, problem, self.device.gpu.sm_count)
-        self._launch(problem, ForwardArgs(scores, _strided(out), lse.data_ptr()))
-        return out, lse
+        self._launch(problem, ForwardArgs(scores, _strided(out), lse.data_ptr(), residual.data_ptr()))
+        return out, lse, residual
 
     def backward(
-        self, do: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, inputs: Inputs, options: Options,
-        need_dbias: bool, plan: Tensor | None,
+        self, do: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, residual: Tensor, inputs: Inputs,
+        options: Options, need_dbias: bool, plan: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
         q, k, v, bias, _ = inputs = _readable(inputs)
-        do, out, lse = _aligned(do), _aligned(out), lse.contiguous()
+        do, out, lse, residual = _aligned(do), _aligned(out), lse.contiguous(), residual.contiguous()
         dlse = None if dlse is None else dlse.float().contiguous()
         batch, heads, num_q, _ = q.shape
         need_dbias = need_dbias and bias is not None
         in_place = need_dbias and bias.shape[:2] == q.shape[:2]
         dbias = self._dbias(inputs, options) if in_place else None
         stats_row = (num_q + 3) // 4 * 4
-        stats = self._contiguous((2, batch, heads, stats_row), torch.float32)
+        stats = self._contiguous((4, batch, heads, stats_row), torch.float32)
         dq, dk, dv = self._like(q), self._like(k), self._like(v)
         fields = _problem(inputs, options)
 
         of_stats, grad = dict(stats=stats.data_ptr(), stats_row=stats_row), _strided(do)
-        rows = RowsArgs(_strided(out), grad, lse.data_ptr(), address(dlse), **of_stats, batch=batch, heads=heads,
-                        num_q=num_q, d=q.shape[3])  # fmt: skip
+        rows = RowsArgs(_strided(out), grad, lse.data_ptr(), residual.data_ptr(), address(dlse), **of_stats,
+                        batch=batch, heads=heads, num_q=num_q, d=q.shape[3])  # fmt: skip
         self._launch(AttentionRowsProblem(fields["dtype"], dlse is not None), rows)
 
         # No launch in between: the kernel for dq relies on what the kernel for dk and dv waited for.
