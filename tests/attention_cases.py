@@ -36,6 +36,46 @@ def case(
     return args | options
 
 
+LARGE = {  # options of `large_case`
+    "own bias": dict(heads=1, bias=(1, 1, 70, 72)),
+    "fp32 bias of all heads, softcap, GQA": dict(
+        heads=2, kv_heads=1, bias=(1, 1, 70, 72), bias_dtype=FP32, softcap=2.0, dtype=FP16
+    ),
+    "mask and unaligned bias of keys": dict(heads=2, bias=(1, 2, 70, 71), mask=(1, 1, 70, 71), is_causal=True),
+}
+
+
+def large_case(device="cpu", **options):
+    """Rows from 4 on whose biases are large: equal, or equal for some keys; scores are the biases.
+
+    In fp32 a score of the other rows is as exact as it is in fp64, or much smaller than the largest one.
+    """
+    args = case(num_k=options["bias"][-1], d=32, device=device, **options)
+    with torch.no_grad():
+        bias = args["attn_bias"]
+        args["query"][:, :, 4:60] = 0
+        for first, low in enumerate((-5e3, -1e9, -1e30, torch.finfo(BF16).min, 1e9, torch.finfo(bias.dtype).min)):
+            rows = slice(4 + 9 * first, 13 + 9 * first)
+            bias[..., rows, :] = low
+            bias[..., rows, 40:] *= 1 if first % 2 else 1 + 2**-7  # bf16 has this difference
+    return args
+
+
+def large_products(scale, device="cpu"):
+    """Scores of up to 2e5 without a bias, exact in fp32; some rows have several equal ones."""
+    args = case(1, 1, 70, 72, 32, mask=(1, 1, 70, 72), scale=scale, device=device)
+    with torch.no_grad():
+        for name in ("query", "key"):
+            args[name].round_().clamp_(-2, 2)
+    return args
+
+
+def assert_large_right(got, args):
+    want = truth(args)
+    assert_right(got, want, args["query"].dtype)
+    torch.testing.assert_close(got["lse"], want["lse"].to(got["lse"].dtype), rtol=2**-23, atol=1e-6)
+
+
 def step(args, function=quackish.scaled_dot_product_attention, backend="cute", **options):
     """o, lse and the gradients for fixed gradients of both."""
     out, lse = function(**args, return_lse=True, backend=backend, **options)

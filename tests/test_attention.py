@@ -13,7 +13,20 @@ from quackish.errors import UnsupportedError
 from quackish.ops.attention import autograd
 from quackish.reference import attention as reference
 from quackish.testing.errors import same_bits
-from tests.attention_cases import BF16, FP16, FP32, FP64, assert_right, case, step, truth
+from tests.attention_cases import (
+    BF16,
+    FP16,
+    FP32,
+    FP64,
+    LARGE,
+    assert_large_right,
+    assert_right,
+    case,
+    large_case,
+    large_products,
+    step,
+    truth,
+)
 
 attention = quackish.scaled_dot_product_attention
 
@@ -88,6 +101,33 @@ def test_softcap_window_and_lse_have_the_right_gradients():
 def test_errors_of_16_bits(dtype):
     args = case(2, 4, 50, 60, 16, dtype=dtype, bias=(1, 4, 50, 60), bias_dtype=FP32, mask=(2, 1, 50, 60))
     assert_right(step(args, backend="reference"), truth(args), dtype)
+
+
+@pytest.mark.parametrize("kind", LARGE)
+def test_large_biases(kind):
+    args = large_case(**LARGE[kind])
+    assert_large_right(step(args, backend="reference"), args)
+
+
+@pytest.mark.parametrize("scale", [2.0**12, -(2.0**12)])
+def test_large_products(scale):
+    args = large_products(scale)
+    assert_large_right(step(args, backend="reference"), args)
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP64])
+@pytest.mark.parametrize("low", [-1e9, -1e30, torch.finfo(FP32).min, torch.finfo(FP64).min])
+def test_a_row_whose_keys_all_have_one_large_bias(dtype, low):
+    if low < torch.finfo(dtype).min:
+        pytest.skip("not a number of this dtype")
+    q, k = (torch.zeros(1, 1, 2, 8, dtype=dtype, requires_grad=True) for _ in range(2))
+    v = torch.tensor([[0.0], [1.0]], dtype=dtype).repeat(1, 1, 1, 8).requires_grad_()
+    bias = torch.full((1, 1, 2, 2), low, dtype=dtype, requires_grad=True)
+    out = attention(q, k, v, attn_bias=bias)
+    assert (out == 0.5).all()
+    dv, dbias = torch.autograd.grad(out[:, :, 0].sum(), (v, bias))
+    torch.testing.assert_close(dv, torch.full_like(dv, 0.5))
+    torch.testing.assert_close(dbias[0, 0], torch.tensor([[-2.0, 2.0], [0.0, 0.0]], dtype=dtype))
 
 
 def test_additive_mask_is_a_bias():

@@ -11,7 +11,21 @@ from quackish.gpu import H200
 from quackish.ops.device import Device, substitute
 from quackish.ops.kernel_for import kernel_for
 from quackish.testing.errors import error, same_bits
-from tests.attention_cases import BF16, FP16, FP32, FP64, GRADS, assert_right, case, step, truth
+from tests.attention_cases import (
+    BF16,
+    FP16,
+    FP32,
+    FP64,
+    GRADS,
+    LARGE,
+    assert_large_right,
+    assert_right,
+    case,
+    large_case,
+    large_products,
+    step,
+    truth,
+)
 from tests.cuda_graphs import captured, no_synchronization
 from tests.emulator_cases import HOPPER, QUICK, emulated
 
@@ -64,6 +78,32 @@ def test_large_scores(where):
         with emulated(QUICK) if where == QUICK else contextlib.nullcontext():
             got = attention(**args, backend="cute")
     assert error(got, want.double()).within(norm=2**-10, worst=2**-7)
+
+
+SLOW, ON_CUDA = pytest.param(QUICK, marks=pytest.mark.exhaustive), pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+def device_in(where):
+    return ("cuda", contextlib.nullcontext()) if where == "cuda" else ("cpu", emulated(where))
+
+
+@pytest.mark.parametrize("where", [SLOW, ON_CUDA])
+@pytest.mark.parametrize("kind", LARGE)
+def test_large_biases(kind, where):
+    """On a GPU a multiply and an add may be one instruction, which rounds once; in the emulator they are not."""
+    device, context = device_in(where)
+    args = large_case(device, **LARGE[kind])
+    with context:
+        assert_large_right(step(args), args)
+
+
+@pytest.mark.parametrize("where", [SLOW, ON_CUDA])
+@pytest.mark.parametrize("scale", [2.0**12, -(2.0**12)])
+def test_large_products(scale, where):
+    device, context = device_in(where)
+    args = large_products(scale, device)
+    with context:
+        assert_large_right(step(args), args)
 
 
 @pytest.mark.gpu
