@@ -1,9 +1,13 @@
 """Edge cases of linear cross entropy's row kernels in the emulator: small ones of tests/test_lce_kernels.py."""
 
+import contextlib
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+import quackish
 from quackish.ops.device import device_of
 from quackish.ops.linear_cross_entropy.launches import LceKernels
 from tests import test_lce_kernels as on_gpu
@@ -55,3 +59,22 @@ def test_gather(lce, m):
     for ignored in (0.0, 0.4, 1.0):
         x, w = (on_gpu.random(n, 264, dtype=torch.bfloat16, seed=n) for n in (m, 30))
         on_gpu.check_gather(lce, x, w, on_gpu.targets(m, 30, ignored, torch.int32))
+
+
+@pytest.mark.parametrize(
+    "where", [pytest.param(QUICK, marks=pytest.mark.exhaustive), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def test_large_logits(where):
+    """A bias of 1e6 for all classes; then one of the smallest finite number, and targets on its classes."""
+    device, context = ("cuda", contextlib.nullcontext()) if where == "cuda" else ("cpu", emulated(where))
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(n, 64, generator=generator).bfloat16().to(device) for n in (8, 128))
+    target, bias = torch.randint(0, 128, (8,), generator=generator).to(device), torch.full((128,), 1e6, device=device)
+    masked = torch.zeros_like(bias).masked_fill_(torch.arange(128, device=device) < 64, torch.finfo(torch.float32).min)
+    target[:2] = 3
+    logits = x.double() @ w.double().T
+    with context:
+        for b in (bias, masked):
+            loss = quackish.linear_cross_entropy(x, w, target, linear_bias=b, reduction="none", backend="cute")
+            want = F.cross_entropy((logits + b.double()).float().double(), target, reduction="none")
+            torch.testing.assert_close(loss, want.float(), rtol=1e-5, atol=1e-5)

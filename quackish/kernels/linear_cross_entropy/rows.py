@@ -94,7 +94,7 @@ class LceRows(RowKernel):
             target_logit = load_at(a.state.target_logit, i)
             target_log2 = cute.math.fma(target_logit, Float32(scale_log2), -shift_log2)
         if const_expr(self.problem.stats):
-            row_lse, row_sum = self.statistics(a, i, r, t, lane, weights, shift_log2, target_log2)
+            row_lse, row_sum = self.statistics(a, i, r, t, lane, weights, shift_log2, target_logit, target_log2)
         else:
             row_lse, row_sum = load_at(a.state.lse, r), load_at(a.state.row_sum, i)
         if const_expr(self.scale or self.coefs):
@@ -132,13 +132,18 @@ class LceRows(RowKernel):
         return weight, a.options.label_smoothing / a.v.to(Float32), total_weight
 
     @cute.jit
-    def statistics(self, a: RowsArgs, i: Int32, r: Int32, t: Int32, lane: Int32, weights, shift_log2, target_log2):
+    def statistics(
+        self, a: RowsArgs, i: Int32, r: Int32, t: Int32, lane: Int32, weights, shift_log2, target_logit, target_log2
+    ):  # fmt: skip
         """Stores the loss and the statistics of row r; returns (lse, row_sum)."""
         weight, smooth_weight, total_weight = weights
         row_sum = self.total(a.stats.part_sum + Int64(i) * a.tiles, a.tiles, lane)
         sum_log2 = cute.math.log2(row_sum)
         row_lse = (shift_log2 + sum_log2) * LN_2
         nll = (sum_log2 - target_log2) * LN_2  # lse - a_t without the rounding of lse
+        if target_log2 == -Float32.inf:  # maybe only in log2 units: the target is masked by the smallest finite number
+            scale = Float32(1.0) if const_expr(a.options.logit_scale is None) else load_at(a.options.logit_scale, 0)
+            nll = row_lse - target_logit * scale
         row_loss = weight * nll
         if weight == 0.0:
             if nll == nll:  # an infinite loss with weight 0 is 0; NaN stays NaN
@@ -159,7 +164,7 @@ class LceRows(RowKernel):
             if row_entropy < 0.0:  # by rounding
                 row_entropy = Float32(0.0)
             if lane == 0:
-                store_at(a.state.log_prob, r, (target_log2 - sum_log2) * LN_2 if t >= 0 else Float32(float("nan")))
+                store_at(a.state.log_prob, r, -nll if t >= 0 else Float32(float("nan")))
                 store_at(a.state.entropy, r, row_entropy)
                 predicted = decode_argmax(load_at(a.stats.argmax_bits, i))
                 store_at(a.state.predicted, r, predicted if row_lse == row_lse else Int32(-1))
