@@ -13,7 +13,7 @@ from quackish.gpu import Gpu
 
 BLOCK = 64  # rows of a warp group's accumulator; queries and keys of a classified block of a mask
 EMPTY, MIXED, FULL = range(3)  # classes of a block: no key, some keys or all keys take part
-LARGE = 2.0**12  # backward does not fold the scale and the sum of rows beyond it into one fp32 number: `ScoreArgs`
+LARGE = 2.0**12  # an lse beyond it has lost digits in fp32: backward also reads its residual
 ORDERED = 2 * BLOCK  # queries or keys of a tile that has a place in the order of a mask
 MAX_D = 128
 # Registers per thread of the producer and of the consumers, by number of consumer warp groups. All threads together may

@@ -1,7 +1,7 @@
 """Backward of attention: per row, the shift of its scores and delta = sum of do * o, minus lse's gradient.
 
-The shift is log2(e) * lse, and 0 for a row without keys. If |lse| > LARGE, where this product has lost digits, the shift
-is infinite, and two more numbers of the row are stored: lse, and log2(e) times its residual.
+The shift is log2(e) * lse, and 0 for a row without keys. If |lse| > LARGE, where this product has lost digits, the
+shift is infinite, and a pair of numbers is stored: lse, and log2(e) times its residual.
 """
 
 import cutlass

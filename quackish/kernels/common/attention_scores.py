@@ -80,8 +80,8 @@ class AttentionScores:
     ):  # fmt: skip
         """acc = log2(e) * x - shift for acc = q k^T; or x / `unit_of_scores` without a shift.
 
-        tanhs, for the softcap's tanh, is a tensor like acc, or None. is_full: 1 if the mask leaves all keys, else 0; None
-        if unknown.
+        tanhs, for the softcap's tanh, is a tensor like acc, or None. is_full: 1 if the mask leaves all keys, else 0;
+        None if unknown.
         """
         factor = args.scale
         if const_expr(self.problem.softcap):
