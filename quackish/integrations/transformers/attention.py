@@ -1,14 +1,19 @@
 """quackish.scaled_dot_product_attention as an attention implementation of Transformers."""
 
+import functools
+import inspect
+import re
+import sys
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 import quackish
 from quackish.errors import UnsupportedError
+from quackish.integrations.transformers.masks import REMEDY, is_causality, plain, quackish_mask
 
 
 def register_attention(name: str = "quackish") -> None:
@@ -19,13 +24,52 @@ def register_attention(name: str = "quackish") -> None:
         model.set_attn_implementation("quackish")    # or for an existing model
 
     Position biases (T5), softcaps (Gemma 2), masks and windows run quackish.scaled_dot_product_attention, with grouped
-    queries in place. Calls with none of these, and single queries, run PyTorch's SDPA, as with "sdpa". Masks are those
-    of "sdpa": bool, or None for causality alone.
+    queries in place. Calls with none of these, and single queries, run PyTorch's SDPA, as with "sdpa".
 
-    Models raise UnsupportedError in forward if they have attention sinks or dropout, or return attention weights.
+    A model with attention code of its own raises UnsupportedError, when it is built or when that code uses a mask.
+    So do attention sinks, dropout, output_attentions, and arguments of the attention that quackish does not know.
     """
     AttentionInterface.register(name, attention_forward)
-    AttentionMaskInterface.register(name, sdpa_mask)
+    AttentionMaskInterface.register(name, quackish_mask)
+    if name not in _names:
+        _names.add(name)
+        if len(_names) == 1:
+            _check_models_when_built()
+
+
+_names: set[str] = set()
+
+
+def _check_models_when_built() -> None:
+    """Transformers asks every model, also a part of another, whether it supports its config's implementation."""
+    theirs = PreTrainedModel.get_correct_attn_implementation
+
+    @functools.wraps(theirs)
+    def checked(self, requested_attention, *args, **options):
+        if requested_attention in _names and _has_own_attention(type(self).__module__):
+            raise UnsupportedError(
+                f"{type(self).__name__} has attention code of its own, which does not call "
+                f'attn_implementation="{requested_attention}"; {REMEDY}'
+            )
+        return theirs(self, requested_attention, *args, **options)
+
+    PreTrainedModel.get_correct_attn_implementation = checked
+
+
+@functools.cache
+def _has_own_attention(module: str) -> bool:
+    """True if it has classes of attention that do not dispatch, or a dict of them by implementation.
+
+    This is for an early and clear message. The masks refuse what it does not find, as in a module without source.
+    """
+    if any(name.endswith("_ATTENTION_CLASSES") for name in vars(sys.modules[module])):
+        return True
+    try:
+        source = inspect.getsource(sys.modules[module])
+    except (OSError, TypeError):
+        return False
+    has_attention = re.search(r"^class \w*Attention\w*\(nn\.Module\):", source, re.MULTILINE)
+    return bool(has_attention) and "ALL_ATTENTION_FUNCTIONS" not in source
 
 
 def attention_forward(
@@ -44,12 +88,18 @@ def attention_forward(
     """Called by Transformers' attention modules: query (B, Hq, Lq, D) -> (o (B, Lq, Hq, D), None)."""
     _refuse(module, dropout, options)
     num_queries = query.shape[2]
-    if num_queries == 1 and softcap is None and position_bias is None:  # generation
+    if attention_mask is not None:
+        if is_causality(attention_mask, num_queries, key.shape[2]):
+            attention_mask, is_causal = None, True
+        else:
+            attention_mask = plain(attention_mask)
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    sequences = _same_sequence(query, key, options)
+    if num_queries == 1 and softcap is None and position_bias is None and sequences is None:  # generation
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, is_causal=is_causal, **options
         )
-    if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
     bias = position_bias
     if attention_mask is not None and not attention_mask.dtype.is_floating_point:
         mask = attention_mask.bool()
@@ -57,6 +107,8 @@ def attention_forward(
         mask, bias = None, attention_mask if bias is None else bias if attention_mask is None else bias + attention_mask
     # The first operand of `and` is the number of queries, as in "sdpa", for torch.compile with dynamic shapes.
     is_causal = num_queries > 1 and attention_mask is None and is_causal
+    if sequences is not None:
+        mask = sequences if mask is None else mask & sequences
     out = quackish.scaled_dot_product_attention(
         query,
         key,
@@ -71,15 +123,45 @@ def attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
+def _same_sequence(query: Tensor, key: Tensor, options: dict[str, Any]) -> Tensor | None:
+    """The mask of packed sequences, (B, 1, Lq, Lk): True where query and key are in the same one."""
+    if options.get("cu_seq_lens_q") is not None:
+
+        def sequence(x: Tensor, starts: Tensor) -> Tensor:  # (B, L) from starts of the sequences in B * L tokens
+            tokens = torch.arange(x.shape[0] * x.shape[2], dtype=starts.dtype, device=starts.device)
+            return torch.bucketize(tokens, starts[1:], right=True).view(x.shape[0], x.shape[2])
+
+        of_queries, of_keys = sequence(query, options["cu_seq_lens_q"]), sequence(key, options["cu_seq_lens_k"])
+    elif options.get("seq_idx") is not None:
+        of_queries = of_keys = options["seq_idx"]
+    else:
+        return None
+    return (of_queries[:, :, None] == of_keys[:, None, :])[:, None]
+
+
+# Arguments that do not change attention. Windows and positions are in the mask, or in query and key. Sequences are in
+# the mask of _same_sequence. Models pass on arguments of their own forward.
+_IRRELEVANT = frozenset(
+    "sliding_window position_ids cache_position cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k seq_idx "
+    "use_cache output_hidden_states output_router_logits num_items_in_batch labels shift_labels logits_to_keep "
+    "token_type_ids mm_token_type_ids return_dict deterministic".split()
+)
+
+
 def _refuse(module: nn.Module, dropout: float, options: dict[str, Any]) -> None:
     """Raises UnsupportedError for what would change results."""
-    reason = None
-    if options.get("s_aux") is not None:
-        reason = "has attention sinks (s_aux)", 'load the model with attn_implementation="eager"'
-    elif dropout:
-        reason = f"has dropout {dropout}", "set it to 0 in the model's config, such as attention_dropout=0.0"
-    elif options.get("output_attentions"):
-        reason = "is asked for output_attentions, but never has the weights", 'use attn_implementation="eager"'
-    if reason:
-        what, remedy = reason
+    what = None
+    for name, value in options.items():
+        if name in _IRRELEVANT or value is None or value is False:
+            continue
+        if name in ("s_aux", "sinks"):
+            what = f"has attention sinks ({name})"
+        elif name == "output_attentions":
+            what = "is asked for output_attentions, but never has the weights"
+        else:
+            what = f"passes the argument {name!r} to its attention"
+        remedy = REMEDY
+    if dropout:
+        what, remedy = f"has dropout {dropout}", "set it to 0 in the model's config, such as attention_dropout=0.0"
+    if what:
         raise UnsupportedError(f"{type(module).__name__} {what}, which quackish's attention does not support; {remedy}")
