@@ -112,6 +112,7 @@ LEVELS = [
 ]
 # What a model needs beside these values.
 SPECIAL = {
+    "DoryForCausalLM": dict(initializer_range=1.0),  # it divides queries by its square
     "GPTNeoForCausalLM": dict(attention_types=[[["global", "local"], 1]]),
     "Gemma3nForCausalLM": dict(num_kv_shared_layers=0),
     "Lfm2MoeForCausalLM": dict(layer_types=["conv", "full_attention"]),
@@ -183,8 +184,8 @@ def build(kind: type, config) -> nn.Module:
     return model
 
 
-def step(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of one step on random text, and the gradients."""
+def text_batch(model: nn.Module) -> dict:
+    """Arguments of a step on random text."""
     ids = torch.randint(3, 80, (2, 9), generator=torch.Generator().manual_seed(1))
     labels = ids.clone()
     labels[0, :4] = -100
@@ -194,9 +195,14 @@ def step(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     for name in ("mm_token_type_ids", "token_type_ids"):
         if name in names:
             arguments[name] = torch.zeros_like(ids)
+    return arguments
+
+
+def step(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of one step, and the gradients."""
     torch.manual_seed(0)
     model.zero_grad()
-    loss = model(**arguments).loss
+    loss = model(**text_batch(model)).loss
     loss.backward()
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -310,10 +316,10 @@ def page(results: list[Result]) -> str:
     for result in built:
         loss, norms, experts = (result.patched(kind) for kind in ("loss", "norm", "experts"))
         left = {f"{type(entry.module).__name__}: {entry.reason}" for entry in result.entries.left if entry.is_expected}
-        cells = result.name, "yes" if loss[0] else "no", _of(norms), _of(experts), _cell("; ".join(sorted(left)))
+        cells = result.name, "yes" if loss[0] else "no", _of(norms), _of(experts), cell("; ".join(sorted(left)))
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "| not compared | what its small config or step raised |", "|---|---|"]
-    lines += [f"| {result.name} | {_cell(result.problem)} |" for result in results if result.problem]
+    lines += [f"| {result.name} | {cell(result.problem)} |" for result in results if result.problem]
     return INTRODUCTION.format(**versions, tolerance=TOLERANCE) + "\n".join(lines) + "\n"
 
 
@@ -321,7 +327,7 @@ def _of(counts: tuple[int, int]) -> str:
     return f"{counts[0]} of {counts[1]}" if counts[1] else ""
 
 
-def _cell(text: str) -> str:
+def cell(text: str) -> str:
     return re.sub(r"[|<>\\]", " ", text)[:200]
 
 
