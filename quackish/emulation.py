@@ -124,7 +124,6 @@ def _stream() -> int:
 
 # Compiled kernels ----------------------------------------------------------------------------------------------------
 
-
 _loaded: dict[tuple[Request, Gpu, str], Callable[..., None]] = {}
 
 

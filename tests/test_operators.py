@@ -1,6 +1,9 @@
 """FLOP counters and selective checkpointing, which see the operators of every public operation."""
 
 import functools
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -198,3 +201,25 @@ def test_a_checkpoint_that_saves_every_operator(name):
 def test_a_checkpoint_that_saves_every_operator_of_kernels(name):
     with substitute("cpu", Device(H200, emulated_kernels.kernel_for)):
         assert_checkpoints(name)
+
+
+FRESH = """
+import torch
+import torch.utils.flop_counter
+import quackish
+from torch._subclasses.fake_tensor import FakeTensorMode
+with FakeTensorMode():
+    quackish.rms_norm(torch.ones(4, 8), None)
+a, w = torch.ones(4, 8), torch.ones(2, 8, 6)
+quackish.grouped_mm(a, w, torch.tensor([1, 4], dtype=torch.int32))
+with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+    quackish.linear_cross_entropy(a, torch.ones(5, 8), torch.arange(4))
+print(counter.get_total_flops())
+"""
+
+
+def test_a_process_with_few_operators():
+    """Names of quackish are imported when they are used: formulas need operators that this program does not use."""
+    done = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == 2 * 4 * 8 * 5

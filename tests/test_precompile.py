@@ -4,6 +4,7 @@ test_explain.py tests that a dry run launches the same as the operation.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -183,7 +184,7 @@ def test_kernels_are_on_disk_afterwards(capsys):
     reason="needs a GPU that kernels run on",
 )
 def test_operations_compile_nothing_more(tmp_path):
-    """Kernels are exported, imported into an empty cache folder, and used by a process that compiles nothing."""
+    """Kernels in a copied cache folder are used by a process that compiles nothing."""
     env = {**os.environ, "QUACKISH_CACHE_DIR": str(tmp_path / "made")}
     cwd = Path(__file__).parents[1]
 
@@ -194,9 +195,7 @@ def test_operations_compile_nothing_more(tmp_path):
 
     quackish("-m", "quackish", "precompile", "rms_norm", "512x1024", "--residual", "--gpu", "this")
     quackish("-m", "quackish", "precompile", "linear_cross_entropy", "512x256x2000", "--gpu", "this")
-    quackish("-m", "quackish", "cache", "export", str(tmp_path / "kernels.tar"))
-    env["QUACKISH_CACHE_DIR"] = str(tmp_path / "imported")
-    assert "not usable" not in quackish("-m", "quackish", "cache", "import", str(tmp_path / "kernels.tar"))
+    env["QUACKISH_CACHE_DIR"] = str(shutil.copytree(tmp_path / "made", tmp_path / "copied"))
     code = """
 import sys
 import torch

@@ -202,6 +202,7 @@ def test_what_a_mask_allows():
             lambda m: torch.cat([m, m], -1),
             lambda m: m & other,
             lambda m: m.chunk(2)[1],
+            lambda m: m.mT,
         ):
             assert isinstance(f(mask), GuardedMask)
             assert torch.equal(plain(f(mask)), f(want))
@@ -209,6 +210,7 @@ def test_what_a_mask_allows():
             assert type(f(mask)) is torch.Tensor
             torch.testing.assert_close(f(mask), f(want), rtol=0, atol=0)
         assert (mask.shape, mask.dtype, mask.ndim) == (want.shape, torch.bool, 4)
+    assert not isinstance(masks()[0][0].mT, CausalMask)
     assert isinstance(masks()[0][0].to("cpu"), CausalMask)  # no memory, and PyTorch's causal kernels
     assert masks()[0][0].untyped_storage().nbytes() == 1
 
@@ -279,6 +281,13 @@ def test_packed_sequences_do_not_see_each_other(what):
         "seq_idx": dict(seq_idx=torch.arange(3).repeat_interleave(torch.tensor([4, 3, 2]))[None]),
     }[what]
     torch.testing.assert_close(ours(input_ids=ids, use_cache=False, **call).logits, want, rtol=1e-5, atol=1e-5)
+    if what != "position_ids":
+        with pytest.raises(UnsupportedError, match="expects all tokens of the packed batch in one call"):
+            cache = ours(input_ids=ids, use_cache=True).past_key_values
+            ours(input_ids=ids[:, :1], past_key_values=cache, **call)
+    if what == "cu_seq_lens":
+        with pytest.raises(UnsupportedError, match="cu_seq_lens_q is given alone"):
+            ours(input_ids=ids, use_cache=False, cu_seq_lens_q=starts)
 
 
 def test_unknown_arguments_are_refused_by_name():

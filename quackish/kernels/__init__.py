@@ -44,8 +44,8 @@ TABLE = {  # kernel -> GPU family -> module:class
 }
 
 
-# Families of GPUs that have not run these kernels, which the emulator has. A commit that takes one out adds the
-# quackish-check.json of such a GPU, which `quackish doctor --check` writes: see docs/blackwell.md.
+# GPU families whose kernels have run only in the emulator. A commit that takes one out adds the quackish-check.json of
+# such a GPU, which `quackish doctor --check` writes: see docs/blackwell.md.
 EMULATED_ONLY = ("sm_100", "sm_103")
 
 

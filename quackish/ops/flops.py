@@ -1,8 +1,8 @@
 """FLOPs of the operators, for torch.utils.flop_counter: 2 * m * n * k per matrix product, and nothing else.
 
 Formulas see only shapes: rows that are ignored, dropped or of no group count too. Attention has PyTorch's formulas,
-without a discount for masks and causality. `add_flop_formulas` imports this
-module, where flop_counter is loaded: it imports Triton, which takes 80 ms.
+without a discount for masks and causality. `add_flop_formulas` imports this module only where a program has loaded
+torch.utils.flop_counter, which imports Triton (80 ms).
 """
 
 import math
@@ -17,6 +17,7 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
+import quackish.ops.attention.autograd  # noqa: F401  # defines operators, as the modules below do
 from quackish.ops.grouped_mlp.autograd import Dtypes
 from quackish.ops.linear_cross_entropy.calls import GradOutputs, GradsNeeded, Plan, unpack
 from quackish.ops.linear_cross_entropy.checks import Inputs

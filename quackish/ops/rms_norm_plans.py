@@ -15,7 +15,6 @@ from torch import Tensor
 from quackish.configs import choose
 from quackish.configs.rms_norm import ITEMSIZE, MAX_M, RmsNormBwdProblem, RmsNormFwdProblem
 from quackish.errors import UnsupportedError
-from quackish.once import once
 from quackish.ops import cuda
 from quackish.ops.device import Device, device_of, report_portable
 from quackish.ops.modes import are_plain, check_memory
@@ -47,7 +46,7 @@ def plan_for(kind: "type[Plan]", tensors: tuple, options: tuple) -> "Plan | None
         return None
     if len(_plans) >= _MAX_PLANS:
         _plans.clear()
-    return once(_plans, key, kind, *tensors, *options)
+    return _plans.setdefault(key, kind(*tensors, *options))  # of threads that race, the first one's
 
 
 # Plans --------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 MAX_SCORES = 1 << 24
-LARGE = 2.0**12
+LARGE = 2.0**12  # as in configs/attention.py
 
 
 class Inputs(NamedTuple):

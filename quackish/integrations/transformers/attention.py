@@ -62,10 +62,13 @@ def _has_own_attention(module: str) -> bool:
 
     This is for an early and clear message. The masks refuse what it does not find, as in a module without source.
     """
-    if any(name.endswith("_ATTENTION_CLASSES") for name in vars(sys.modules[module])):
+    found = sys.modules.get(module)
+    if found is None:  # such as a class that was unpickled by value
+        return False
+    if any(name.endswith("_ATTENTION_CLASSES") for name in vars(found)):
         return True
     try:
-        source = inspect.getsource(sys.modules[module])
+        source = inspect.getsource(found)
     except (OSError, TypeError):
         return False
     has_attention = re.search(r"^class \w*Attention\w*\(nn\.Module\):", source, re.MULTILINE)
@@ -125,17 +128,25 @@ def attention_forward(
 
 def _same_sequence(query: Tensor, key: Tensor, options: dict[str, Any]) -> Tensor | None:
     """The mask of packed sequences, (B, 1, Lq, Lk): True where query and key are in the same one."""
-    if options.get("cu_seq_lens_q") is not None:
+    names = [name for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx") if options.get(name) is not None]
+    if not names:
+        return None
+    if query.shape[2] != key.shape[2]:
+        raise UnsupportedError(
+            f"{' and '.join(names)} come with {query.shape[2]} queries and {key.shape[2]} keys; quackish's attention "
+            "expects all tokens of the packed batch in one call, without a cache"
+        )
+    if names != ["seq_idx"]:
+        if names[:2] != ["cu_seq_lens_q", "cu_seq_lens_k"]:
+            raise UnsupportedError(f"{names[0]} is given alone; expected both cu_seq_lens_q and cu_seq_lens_k")
 
         def sequence(x: Tensor, starts: Tensor) -> Tensor:  # (B, L) from starts of the sequences in B * L tokens
             tokens = torch.arange(x.shape[0] * x.shape[2], dtype=starts.dtype, device=starts.device)
             return torch.bucketize(tokens, starts[1:], right=True).view(x.shape[0], x.shape[2])
 
         of_queries, of_keys = sequence(query, options["cu_seq_lens_q"]), sequence(key, options["cu_seq_lens_k"])
-    elif options.get("seq_idx") is not None:
-        of_queries = of_keys = options["seq_idx"]
     else:
-        return None
+        of_queries = of_keys = options["seq_idx"]
     return (of_queries[:, :, None] == of_keys[:, None, :])[:, None]
 
 

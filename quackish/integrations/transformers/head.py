@@ -19,6 +19,7 @@ from quackish.integrations.transformers.logits import Logits, WithoutLogits
 from quackish.integrations.transformers.sharded_head import loss_of_sharded_head
 from quackish.integrations.transformers.subclass import subclass, unpatched_class
 from quackish.integrations.transformers.trial import Random, difference, isolated, reason, shell
+from quackish.once import once
 
 
 class HeadOptions(NamedTuple):
@@ -140,21 +141,21 @@ def _without_logits(kind: type[ModelOutput], has_token_accuracy: bool) -> type[M
 
     So output[1], and with return_dict=False what is second, is None instead of the next field, such as the cache.
     """
-    found = _output_classes.get((kind, has_token_accuracy))
-    if found is None and torch.compiler.is_compiling():  # in a process without a trial
-        return kind
-    if found is None:
+    key = kind, has_token_accuracy
+    if torch.compiler.is_compiling():  # it cannot trace the making of a class, which a trial has made
+        return _output_classes.get(key, kind)
+    return once(_output_classes, key, _make_output_class, kind, has_token_accuracy)
 
-        def to_tuple(self):
-            names = [f.name for f in dataclasses.fields(self)]
-            return tuple(getattr(self, name) for name in names if name in self or name == "logits")
 
-        fields, methods = [("token_accuracy", Tensor | None, None)], dict(to_tuple=to_tuple)
-        if not has_token_accuracy:
-            fields, methods["__reduce__"] = [], lambda self: kind(**self).__reduce__()  # a class that pickle finds
-        found = dataclasses.make_dataclass(kind.__name__, fields, bases=(kind,), namespace=methods)
-        _output_classes[kind, has_token_accuracy] = found
-    return found
+def _make_output_class(kind: type[ModelOutput], has_token_accuracy: bool) -> type[ModelOutput]:
+    def to_tuple(self):
+        names = [f.name for f in dataclasses.fields(self)]
+        return tuple(getattr(self, name) for name in names if name in self or name == "logits")
+
+    fields, methods = [("token_accuracy", Tensor | None, None)], dict(to_tuple=to_tuple)
+    if not has_token_accuracy:
+        fields, methods["__reduce__"] = [], lambda self: kind(**self).__reduce__()  # a class that pickle finds
+    return dataclasses.make_dataclass(kind.__name__, fields, bases=(kind,), namespace=methods)
 
 
 # Trials ---------------------------------------------------------------------------------------------------------------

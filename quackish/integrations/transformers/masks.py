@@ -30,7 +30,7 @@ class GuardedMask(Tensor):
         is_read = name in _READ or _is_internal(name, func)
         if not (is_read or name in _KEPT or name in _MOVED) or not _is_unambiguous(name, args, kwargs):
             raise UnsupportedError(_refusal(name))
-        if issubclass(cls, CausalMask) and name not in _KEPT:
+        if issubclass(cls, CausalMask) and (name not in _KEPT or _transposes(name, func)):
             args, kwargs, cls = _full(args), dict(zip(kwargs, _full(kwargs.values()), strict=True)), GuardedMask
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **kwargs)
@@ -87,6 +87,10 @@ def _is_internal(name: str, func: Any) -> bool:
     if name == "__get__":
         return func.__self__ is Tensor._base
     return isinstance(func, torch._ops.OpOverload) and func.namespace in ("aten", "prims", "quackish")
+
+
+def _transposes(name: str, func: Any) -> bool:
+    return name == "__get__" and func.__self__ in (Tensor.T, Tensor.mT, Tensor.H, Tensor.mH)
 
 
 def _is_unambiguous(name: str, args: tuple, kwargs: dict) -> bool:

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from quackish.configs import choose
 from quackish.configs.linear_cross_entropy import config_of
 from quackish.errors import UnsupportedError, check_bool
-from quackish.once import once
 from quackish.ops.arguments import check_sizes, check_tensor
 from quackish.ops.buffers import check_buffer
 from quackish.ops.device import expects_kernels, refuse_portable, report_portable, why_unsupported
@@ -280,7 +279,9 @@ def plan_for(inputs: Inputs, options: Options) -> tuple[Plan, LceKernels | None]
     if found is None:
         if len(_plans) >= _MAX_PLANS:
             _plans.clear()
-        found = once(_plans, key, _new_plan, inputs, options)
+        found = _new_plan(inputs, options)
+        if key is not None:
+            found = _plans.setdefault(key, found)  # of threads that race, the first one's
     return found
 
 

@@ -75,7 +75,7 @@ class ProblemFields(NamedTuple):
 class Call(NamedTuple):
     """Arguments shared by all launches of a forward or a backward pass."""
 
-    kernels: Any  # LceKernels
+    kernels: Any  # LceKernels, whose module imports this one
     device: Device  # of the kernels
     plan: Plan
     state: RowState  # filled by forward, read by backward

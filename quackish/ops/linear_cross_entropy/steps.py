@@ -249,8 +249,7 @@ def _compute_dw(call: Call, chunk: Chunk, scaled_x: Tensor, dw: Tensor, first_sl
 def allocate_first_slots(call: Call, v: int, dw_dtype: torch.dtype | None) -> Tensor | None:
     """(v,) int32, the first slot of each class, where a 16-bit dw keeps its rounding residual.
 
-    None if the GEMM cannot keep the residual. Then the target entries stay in exp_logits, because adding their terms to
-    a rounded dw would be less exact than rounding scaled_x.
+    None for an fp32 dw, of which rounding drops nothing, and without dw.
     """
     return call.device.vector(v, I32) if dw_dtype not in (None, F32) else None
 

@@ -1,5 +1,6 @@
 """Compiles all kernels of a call in parallel: about ten, which take 5 s one by one."""
 
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from quackish.ops.linear_cross_entropy.checks import Inputs
 from quackish.ops.linear_cross_entropy.launches import LceKernels, representatives
 
 _empty = empty_on("meta")
+_lock = threading.Lock()
 
 
 def prepare(inputs: Inputs, plan: Plan, device: Device) -> None:
@@ -42,9 +44,16 @@ def prepare(inputs: Inputs, plan: Plan, device: Device) -> None:
         None if out is None else out.stride(), inputs.logit_scale is None, inputs.num_items is None,
     )  # fmt: skip
     prepared = device.cache.setdefault("linear_cross_entropy.prepared", set())
-    if key in prepared:
-        return
-    prepared.add(key)
+    with _lock:  # another thread with the same key waits for its kernels
+        if key not in prepared:
+            _compile_kernels(device, inputs, plan, needed, tensors, is_aligned)
+            prepared.add(key)
+
+
+def _compile_kernels(
+    device: Device, inputs: Inputs, plan: Plan, needed: GradsNeeded, tensors: dict[str, Tensor], is_aligned: bool
+) -> None:
+    x, m, h = inputs.input, inputs.target.numel(), inputs.linear_weight.shape[1]
     requests: dict[launch.Request, None] = {}  # an ordered set
 
     def record_request(name: str, problem: Any, gpu: Gpu) -> Kernel:
