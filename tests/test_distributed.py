@@ -650,9 +650,10 @@ def named(checks: tuple):
     return [
         pytest.param(
             check.__name__,
-            marks=pytest.mark.skipif(
-                INTEGRATIONS.get(check) in MISSING, reason=f"{INTEGRATIONS.get(check)} is missing"
-            ),
+            marks=[
+                pytest.mark.skipif(INTEGRATIONS.get(check) in MISSING, reason=f"{INTEGRATIONS.get(check)} is missing"),
+                *[pytest.mark.integrations] * (INTEGRATIONS.get(check, "transformers") != "transformers"),
+            ],
         )
         for check in checks
     ]

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 for package in ("transformers", "accelerate", "matplotlib"):
-    pytest.importorskip(package)
+    pytest.importorskip(package, reason="needs the extra integrations")
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
+pytestmark = pytest.mark.integrations
 
 
 @pytest.fixture

@@ -142,12 +142,16 @@ INTEGRATIONS = {
     f"torchtitan.LinearCrossEntropyLoss.Config().build().set_lm_head({MODEL})": "lm_head is a str with its own forward",
 }
 PACKAGES = dict(transformers="transformers", trainer="transformers", trl="trl", megatron="megatron.core")
+OTHERS = "trl", "megatron", "torchtitan"
 
 
-@pytest.mark.parametrize("call", INTEGRATIONS)
+@pytest.mark.parametrize(
+    "call",
+    [pytest.param(call, marks=[pytest.mark.integrations] * call.startswith(OTHERS), id=call) for call in INTEGRATIONS],
+)
 def test_messages_of_integrations(call):
     name = call.partition(".")[0]
-    pytest.importorskip(PACKAGES.get(name, name))
+    pytest.importorskip(PACKAGES.get(name, name), reason="needs the extra integrations")
     check(call, INTEGRATIONS[call], **{name: getattr(quackish.integrations, name)})
 
 

@@ -8,9 +8,10 @@ import torch
 import quackish
 
 for package in ("transformers", "accelerate"):
-    pytest.importorskip(package)
+    pytest.importorskip(package, reason="needs the extra integrations")
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments  # noqa: E402
 
+pytestmark = pytest.mark.integrations
 TARGET = "quackish.integrations.trainer.QuackishCallback"
 SIZES = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
 
@@ -62,7 +63,7 @@ def test_errors_of_apply_are_raised(tmp_path):
     "options, head, norms", [({}, True, True), (dict(norms=False), True, False), (dict(head=False), False, True)]
 )
 def test_in_trls_trainers(options, head, norms, tmp_path):
-    trl = pytest.importorskip("trl", minversion="1.16")
+    trl = pytest.importorskip("trl", minversion="1.16", reason="needs the extra integrations")
     from trl.trainer import utils
 
     from quackish.integrations.trl import revert

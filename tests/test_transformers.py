@@ -361,10 +361,11 @@ def test_class_of_a_patched_module_makes_unpatched_ones(module, tmp_path):
         assert [type(m) for m in new.modules()] == [type(m) for m in plain.get_submodule(module).modules()]
 
 
+@pytest.mark.integrations
 @pytest.mark.parametrize("wrapped_first", [False, True])
 @pytest.mark.parametrize("head", ["frozen", "lora", "trained"])
 def test_peft(head, wrapped_first):
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason="needs the extra integrations")
     lora = peft.LoraConfig(
         target_modules=["q_proj", "lm_head"] if head == "lora" else ["q_proj"],
         modules_to_save=["lm_head"] if head == "trained" else None,
@@ -565,8 +566,9 @@ def test_parts():
         revert(model)
 
 
+@pytest.mark.integrations
 def test_trainer(tmp_path):
-    pytest.importorskip("accelerate")
+    pytest.importorskip("accelerate", reason="needs the extra integrations")
     examples = [dict(input_ids=row.tolist(), labels=row.tolist(), unused=1) for row in tokens(8, 9)]
     arguments = transformers.TrainingArguments(
         output_dir=tmp_path, use_cpu=True, max_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=2,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-trl = pytest.importorskip("trl", minversion="1.16")
+trl = pytest.importorskip("trl", minversion="1.16", reason="needs the extra integrations")
 from datasets import Dataset  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
@@ -19,6 +19,8 @@ from trl.trainer import utils  # noqa: E402
 import quackish  # noqa: E402
 from quackish.integrations.trl import apply, revert  # noqa: E402
 from quackish.testing.errors import error  # noqa: E402
+
+pytestmark = pytest.mark.integrations
 
 N, H, V = 24, 16, 97
 THEIRS = utils._ChunkedLogProbFunction

@@ -3,9 +3,11 @@
 import pytest
 
 for package in ("trl", "matplotlib"):
-    pytest.importorskip(package)
+    pytest.importorskip(package, reason="needs the extra integrations")
 
 from benchmarks import trl_step  # noqa: E402
+
+pytestmark = pytest.mark.integrations
 
 
 @pytest.mark.exhaustive
