@@ -3,6 +3,7 @@
 Tests that cannot run are deselected instead of skipped: thousands of skips would hide what ran.
 """
 
+import atexit
 import contextlib
 import dataclasses
 import datetime
@@ -19,6 +20,10 @@ from tests import forked
 # Compiled kernels and tuned configs of tests, kept between runs. Those of the user are neither used nor changed.
 for _name in ("CACHE", "CONFIG"):
     os.environ[f"QUACKISH_{_name}_DIR"] = str(Path(__file__).parents[1] / "out" / "tests" / _name.lower())
+
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # at a normal end, nanobind reports objects of Triton's that are still alive
+    atexit.register(os._exit, 0)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -228,13 +228,13 @@ def test_mistakes_are_noticed(mistake, monkeypatch, tmp_path):
 
     monkeypatch.setenv("QUACKISH_CACHE_DIR", str(tmp_path))
     c = Case(rows=1100, v=200, h=200)  # three tiles of a cluster: one more than accumulators
-    emulation.load.cache_clear()
+    emulation._loaded.clear()
     mistake(monkeypatch)
     try:
         with pytest.raises(Fault), kernels_on("b200/late/0") as (k, _):
             launch(k, "dx", e=ExpLogits(c.e), w=c.w, state=c.num_live, start=0, out=torch.ones(1100, 200))
     finally:
-        emulation.load.cache_clear()
+        emulation._loaded.clear()
 
 
 # Configs -------------------------------------------------------------------------------------------------------------
