@@ -61,6 +61,7 @@ def test_compiles_without_spills(name, problem, gpu):
     check_compiles(name, problem, attention_config(problem, gpu), gpu)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name, problem",
     one_per(

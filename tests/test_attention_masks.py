@@ -157,6 +157,7 @@ def test_skipped_tiles():
     assert bytes_of(6, 0) < of_all.bytes_read < bytes_of(6, 0) + classes
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("bias", [None, (1, 1, 256, 384)])
 def test_backward_skips_tiles(bias):
     """The same there. A bias's gradient is 0 in empty tiles, and gives dq."""

@@ -85,6 +85,7 @@ def test_without_a_gpu_shapes_are_small(tmp_path, capsys):
 # Failing providers ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_failing_providers_do_not_end_the_run(tmp_path, capsys):
     """`late` aborts while all take turns. On a GPU turns replay graphs, so `aborts` replaces it."""
     killed = "aborts" if gpu else "late"
@@ -123,6 +124,7 @@ def test_if_nothing_is_measured_the_page_has_the_reasons(tmp_path):
     assert "ModuleNotFoundError: No module named 'no_such_module'" in page
 
 
+@pytest.mark.exhaustive
 def test_sigterm_keeps_the_results_so_far(tmp_path):
     """`timeout` sends the signal only to the main process."""
     words = ["--shapes", "24x32x90", "--providers", "torch,tests.broken_providers:slow_loss"]
@@ -145,6 +147,7 @@ def test_sigterm_keeps_the_results_so_far(tmp_path):
 # An earlier result ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_an_earlier_result_is_replaced_only_by_a_run_that_measured(tmp_path, capsys, monkeypatch, wide):
     words = ("--shapes", "8x32", "--direction", "backward")
     bench(tmp_path, "rms_norm", *words, "--providers", "quackish,torch")
@@ -182,6 +185,7 @@ def test_an_earlier_result_is_replaced_only_by_a_run_that_measured(tmp_path, cap
     assert {row["provider"] for row in read_rows(path)} == {"torch", "add"}
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_while_the_child_starts_is_one_line(tmp_path):
     """The child sends Ctrl-C to the whole group, as a terminal does, before it imports anything."""
     site = "import os, signal, sys\nif 'spawn_main' in ' '.join(sys.orig_argv): os.killpg(0, signal.SIGINT)\n"

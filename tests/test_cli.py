@@ -108,7 +108,7 @@ def test_commands_that_start_without_torch(words, script, tmp_path):
     assert done.returncode == (0 if words in ("--help", "--version", "cache ls") else 2), done.stderr
 
 
-@pytest.mark.parametrize("by_module", [False, True])
+@pytest.mark.parametrize("by_module", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_a_command_shows_the_name_by_which_it_runs(by_module, script):
     name, command = ("python -m quackish", ["-m", "quackish"]) if by_module else ("quackish", [script])
     done, _ = started(command, "cache --help")

@@ -726,6 +726,7 @@ def test_two_processes(check, two_processes):
     assert_passed(check, two_processes)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("check", named(FOUR))
 def test_four_processes(check, four_processes):
     assert_passed(check, four_processes)

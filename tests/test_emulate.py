@@ -143,6 +143,7 @@ def test_the_norms_read_and_write_each_element_once(m, n, gpu):
         assert traffic == norm_traffic(m, n, gpu)
 
 
+@pytest.mark.exhaustive
 def test_gemms_execute_no_matrix_instruction_too_many():
     m, h, v = 256, 128, 384
     x, w = normal(m, h).detach(), normal(v, h).detach()

@@ -175,6 +175,7 @@ class EmulatedGpu:
         return emulate(case) + np.uint64(case.opcode == "add.u32")
 
 
+@pytest.mark.exhaustive
 def test_a_recording_survives_forms_that_fail():
     opcodes = [
         "abs.s16",

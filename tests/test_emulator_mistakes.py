@@ -166,6 +166,7 @@ def test_a_mistake_is_noticed(name):
     pytest.fail("\n\n".join(outcomes))
 
 
+@pytest.mark.exhaustive
 def test_a_launch_waits_for_the_one_before():
     mistake = Mistake(r"griddepcontrol\.wait;", 0, "", "")
     for case, launches in (None, 2), (mistake, 1):
@@ -174,6 +175,7 @@ def test_a_launch_waits_for_the_one_before():
         multiply(mistake, AT_ONCE, 0, launches=2)
 
 
+@pytest.mark.exhaustive
 def test_a_fault_says_how_to_repeat_it(source_lines):
     """It gives the call that the user made, and everything that the run depends on."""
     a, b, ends, _ = operands()

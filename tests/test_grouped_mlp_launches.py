@@ -133,6 +133,7 @@ def test_the_halves_of_the_preactivations_gradient_are_not_copied(launches):
     assert to_up.d != outs["grad_w3_out"].data_ptr()
 
 
+@pytest.mark.exhaustive
 def test_many_tiles_are_all_tiles():
     launched = set()
 

@@ -88,6 +88,7 @@ def test_threads():
         check(kernel, factor)
 
 
+@pytest.mark.exhaustive
 def test_fork():
     code = """
 import os

@@ -172,6 +172,7 @@ def test_operators_copy_forward_gradients():
     assert operators.peak >= 2 * eager.grad_bytes > eager.peak
 
 
+@pytest.mark.exhaustive
 def test_first_dry_run_of_a_process_equals_the_next_one():
     """Even with Python's garbage collector disabled."""
     code = """
@@ -260,6 +261,7 @@ def test_dry_run_is_isolated_from_the_caller(path):
         path.call(x, w, target, memory_limit=10**9)
 
 
+@pytest.mark.exhaustive
 @on_every_path
 def test_compiled_with_memory_limit(path):
     """One graph for each M, because the config depends on M."""

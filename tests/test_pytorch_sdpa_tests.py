@@ -71,8 +71,13 @@ BROKEN = "test_good_but_broken fails with PyTorch's function: AssertionError: No
     "select, code, parts",
     [
         ("good", 0, [BROKEN, GOOD]),
-        ("bad", 1, ["test_bad failed: ", "test_invalid_inputs_bad failed: it passes, but NOT_APPLICABLE has it: "]),
-        ("without_a_call", 1, ["| TestSDPA | 0 | 0 | 0 | 0 | 1 | 0 |"]),
+        pytest.param(
+            "bad", 1, ["test_bad failed: ", "test_invalid_inputs_bad failed: it passes, but NOT_APPLICABLE has it: "],
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            "without_a_call", 1, ["| TestSDPA | 0 | 0 | 0 | 0 | 1 | 0 |"], marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_what_the_script_reports(select, code, parts, tmp_path):

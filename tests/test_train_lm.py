@@ -91,6 +91,7 @@ train_lm.VARIANTS["cpu"] = (ours, dataclasses.replace(theirs, head_loss=rounded)
     assert "seed 3: loss at step 1" in done.stdout
 
 
+@pytest.mark.exhaustive
 def test_an_interrupted_run_still_reports(tmp_path):
     before = """
 import os, signal

@@ -113,6 +113,7 @@ def test_candidates_vary_every_useful_field():
 # Spills --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_configs_that_spill_do_not_fit(monkeypatch, tmp_path):
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     monkeypatch.setenv("QUACKISH_CACHE_DIR", str(tmp_path / "cache"))
