@@ -56,6 +56,7 @@ def problems():
             yield "attention_bwd_bias", AttentionBiasProblem(**fields)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name, problem, gpu", one_per_kernel((*case, H200) for case in problems()))
 def test_compiles_without_spills(name, problem, gpu):
     check_compiles(name, problem, attention_config(problem, gpu), gpu)
@@ -90,11 +91,13 @@ def test_rows_compile_without_spills(dlse):
     check_compiles("attention_bwd_rows", AttentionRowsProblem(BF16, dlse), AttentionRowsConfig(), H200)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("by_vectors", [True, False])
 def test_classes_compile_without_spills(by_vectors):
     check_compiles("attention_mask", AttentionMaskProblem(by_vectors), AttentionMaskConfig(), H200)
 
 
+@pytest.mark.exhaustive
 def test_order_compiles_without_spills():
     check_compiles("attention_order", AttentionOrderProblem(), AttentionOrderConfig(), H200)
 

@@ -242,6 +242,7 @@ COMPILED = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("problem, made", one_per(lambda problem, made: type(made), COMPILED), ids=str)
 def test_shared_memory_is_as_compiled(problem, made):
     kernel = "lce_gemm" if isinstance(made, GemmConfig) else "rms_norm_bwd"

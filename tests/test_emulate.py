@@ -126,6 +126,7 @@ def norm_traffic(m, n, gpu):
     return [forward, (read, written)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "m, n, gpu",
     [

@@ -31,6 +31,7 @@ def random(*shape, dtype=BF16, seed=0):
 # GEMMs ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @completions
 def test_tail_tiles_are_split_along_k(completion):
     """Two tiles on four clusters: two splits each."""
@@ -45,6 +46,7 @@ def test_tail_tiles_are_split_along_k(completion):
     assert error(out[order.long()].double(), e.double() @ w.double() * scale[:, None]).norm < 0.003
 
 
+@pytest.mark.exhaustive
 def test_rounding_residual_of_ties():
     """A residual has 16 bits, and one of a tie that rounds down would need another one."""
     x = torch.tensor([[1.0, 1 + 2**-7, -1.0, -1 - 2**-7] * 2, [2**-8, 2**-8, -(2**-8), -(2**-8)] * 2]).to(BF16)
@@ -67,6 +69,7 @@ def losses(x, w, target, **options):
     return quackish.linear_cross_entropy(x, w, target, reduction="none", **options)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("row", [5, 130, 300, 399])  # of each tile of 128 rows; a cluster has two
 def test_a_row_far_above_its_target_is_recomputed(row):
     """Its tile of rows is flagged; exponentials of other rows are kept."""
@@ -119,6 +122,7 @@ def like_stand_ins(device, names):
     return dataclasses.replace(device, kernel_for=kernel_for, cache={}), seen
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("targets", ["few classes", "no class"])
 def test_compact_and_sort_write_what_their_stand_ins_write(targets):
     x, w = random(70, 64).requires_grad_(), random(264, 64, seed=1).requires_grad_()
@@ -152,6 +156,7 @@ def test_y_is_the_norm_of_the_rounded_sum():
     assert error(y.double(), want).norm < 1e-6
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("n, completion", [(257, "late"), (512, "at_once")])
 def test_gradients_of_all_rows_and_columns(n, completion):
     """More tiles of rows than CTAs, in a number that does not divide; 257 columns end in a slice of one."""

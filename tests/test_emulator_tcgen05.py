@@ -45,7 +45,7 @@ def multiply(ctas, completion, seed, change=lambda ptx: ptx):
     return torch.equal(d, truth), report.launches[0]
 
 
-@pytest.mark.parametrize("ctas", [1, 2])
+@pytest.mark.parametrize("ctas", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_a_gemm_is_right_and_its_counts_are_the_same(ctas):
     counts = set()
     for completion, seed in (AT_ONCE, 0), (LATE, 0), (LATE, 1), (LATE, 2):

@@ -27,7 +27,7 @@ from tests.emulated_kernels import NO_SLOT, lce_kernels
 from tests.emulator_cases import BLACKWELL, emulated
 from tests.test_grouped_gemm import DOWN_BACKWARD, OTHERS, UP
 from tests.test_lce_gemms import Case, close, dlogits, dw_args, launch, problems, softmax
-from tests.variants import check_compiles
+from tests.variants import check_compiles, one_per_kernel
 
 BF16, FP32 = torch.bfloat16, torch.float32
 NAMES = ("lce_logits", "lce_dlogits", "lce_dx", "lce_dw")
@@ -60,8 +60,7 @@ def compiled():
         yield "grouped_gemm", dataclasses.replace(problem, cluster_tile=tile), (B200, B300)[i % 2]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name, problem, gpu", list(compiled()), ids=str)
+@pytest.mark.parametrize("name, problem, gpu", one_per_kernel(compiled()), ids=str)
 def test_compiles(name, problem, gpu):
     used = check_compiles(name, problem, choose.analytical(name, problem, gpu).config, gpu)
     assert used.threads == 192

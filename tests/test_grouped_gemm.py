@@ -64,6 +64,7 @@ OTHERS = [
 PROBLEMS = [*UP, *DOWN_BACKWARD, *OTHERS]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("problem", one_per_epilogue(PROBLEMS), ids=str)
 def test_compiles(problem):
     config = grouped_gemm_config(problem, H200)

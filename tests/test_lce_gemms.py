@@ -84,6 +84,7 @@ def problems():
     yield GemmProblem("dlogits", "float16", "float16", bias_dtype="float16")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("problem", one_per_epilogue(problems()), ids=str)
 def test_compiles(problem):
     check_compiles("lce_gemm", problem, gemm_config(problem, H200), H200)

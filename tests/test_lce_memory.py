@@ -91,7 +91,11 @@ def request_of(x, w, target, kw, eager=True, device=None):
 
 
 @pytest.mark.parametrize(
-    "name, dtype, reduction", [("plain", FP32, "mean"), ("plain", FP32, "none"), ("all", BF16, "sum")]
+    "name, dtype, reduction",
+    [
+        *(pytest.param("plain", FP32, name, marks=pytest.mark.exhaustive) for name in ("mean", "none")),
+        ("all", BF16, "sum"),
+    ],
 )
 def test_dry_run_of_portable_path_matches_measured_peak(name, reduction, dtype):
     for schedule, variant in itertools.product(SCHEDULES, ("both", "input", "buffer", "none", "stats")):
@@ -207,6 +211,7 @@ def case_of(path, **options):
     return path.case(1100, 64, 1003, dtype=BF16 if path.kernels else FP32, **options)
 
 
+@pytest.mark.exhaustive
 @on_every_path
 def test_smallest_limit_is_tight(path):
     x, w, target, kw = case_of(path, bias=True)
@@ -285,6 +290,7 @@ def test_compiled_with_memory_limit(path):
             compiled(x, target, 5)
 
 
+@pytest.mark.exhaustive
 def test_module_and_torch_func():
     head = LinearCrossEntropyLoss(64, 1003, memory_limit=5)
     x, target = torch.randn(300, 64), torch.randint(1003, (300,))

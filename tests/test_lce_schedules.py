@@ -171,6 +171,7 @@ def test_gradients_of_statistics_with_kept_exp_logits(output, keeps_first, path)
         assert norm_error(mine, want) <= 4 * unit_roundoff(BF16)
 
 
+@pytest.mark.exhaustive
 def test_kept_exp_logits_are_compiled(keeps_first, path):
     """One graph for several M."""
     torch._dynamo.reset()
@@ -582,6 +583,7 @@ def test_operators_give_the_same_bits(name, reduction, schedule, path):
 
 
 @pytest.mark.parametrize("name, numbers", [("num_items", range(3, 9)), ("logit_scale", [0.5, 0.7, 1.5, 2.0, 3.0])])
+@pytest.mark.exhaustive
 def test_compiled_code_accepts_any_number(name, numbers, path):
     torch._dynamo.reset()
     frames = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")

@@ -72,11 +72,16 @@ BROKEN = "test_good_but_broken fails with PyTorch's function: AssertionError: No
     [
         ("good", 0, [BROKEN, GOOD]),
         pytest.param(
-            "bad", 1, ["test_bad failed: ", "test_invalid_inputs_bad failed: it passes, but NOT_APPLICABLE has it: "],
+            "bad",
+            1,
+            ["test_bad failed: ", "test_invalid_inputs_bad failed: it passes, but NOT_APPLICABLE has it: "],
             marks=pytest.mark.exhaustive,
         ),
         pytest.param(
-            "without_a_call", 1, ["| TestSDPA | 0 | 0 | 0 | 0 | 1 | 0 |"], marks=pytest.mark.exhaustive,
+            "without_a_call",
+            1,
+            ["| TestSDPA | 0 | 0 | 0 | 0 | 1 | 0 |"],
+            marks=pytest.mark.exhaustive,
         ),
     ],
 )

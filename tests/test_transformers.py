@@ -586,7 +586,7 @@ def test_trainer(tmp_path):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", ["Llama", "Olmoe"])
+@pytest.mark.parametrize("family", ["Llama", pytest.param("Olmoe", marks=pytest.mark.exhaustive)])
 def test_compiled_without_graph_breaks(family):
     torch._dynamo.reset()
     codes = []

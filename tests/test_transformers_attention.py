@@ -118,6 +118,7 @@ def test_generation(model, cache):
     assert torch.equal(*(with_attention(model, name).generate(**how) for name in ("eager", "quackish")))
 
 
+@pytest.mark.exhaustive
 def test_compiles_without_graph_breaks():
     model = with_attention(tiny("Gemma2", **GEMMA2), "quackish")
     call = batch("left") | dict(use_cache=False)
