@@ -34,7 +34,6 @@ class BiasItem(NamedTuple):
 
 class AttentionBiasSm90(AttentionSm90):
     rows_are_queries = True
-    subtracts_twice = True  # otherwise registers are spilled at d 64
 
     @property
     def stage_bytes(self) -> int:

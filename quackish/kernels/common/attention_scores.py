@@ -47,14 +47,6 @@ class Shift(NamedTuple):
     args: NamedTuple  # of the kernel
 
 
-class Terms(NamedTuple):
-    """What a score is computed from, beside q k^T and bias; shift and lse in backward."""
-
-    factor: Float32  # of q k^T
-    shift: Optional[cute.Tensor] = None  # like an accumulator
-    lse: Optional[cute.Pointer] = None  # pairs of the head's rows, for `of_row`; None if no row is large
-
-
 @cute.jit
 def pair_rows(thread: Int32) -> Int32:
     """The first of the thread's two rows of an accumulator, which are 8 apart."""
@@ -62,8 +54,6 @@ def pair_rows(thread: Int32) -> Int32:
 
 
 class AttentionScores:
-    subtracts_twice = False  # lse and then its residual, for large rows: takes fewer registers
-
     @cute.jit
     def position(self, block: Block, i: cutlass.Constexpr[int]):
         """(query, key) of value i of an accumulator."""
@@ -91,21 +81,15 @@ class AttentionScores:
                 if const_expr(tanhs is not None):
                     tanhs[i] = acc[i]
         if const_expr(shift is None):
-            self.add_terms(acc, args, tiles, stage, block, Terms(factor))
+            self.add_terms(acc, factor, args, tiles, stage, block, None)
         elif not shift.any_large:
-            self.add_terms(acc, args, tiles, stage, block, Terms(factor, shift.values))
+            self.add_terms(acc, factor, args, tiles, stage, block, shift.values)
         else:
-            head, _, _ = self.place(shift.n, shift.item, shift.args)
             # Opaque: addresses that are the same for all tiles of an item were computed before it, and spilled.
-            of_head = cute.arch.make_warp_uniform(head.batch * args.heads + head.query_head)
-            block = block._replace(q0=cute.arch.make_warp_uniform(block.q0))
-            heads, stats, stats_row = args.batch * args.heads, shift.args.stats, shift.args.stats_row
-            lse = stats + Int64(2 * heads + 2 * of_head) * stats_row
-            self.add_terms(acc, args, tiles, stage, block, Terms(factor, shift.values, lse))
-            if const_expr(self.subtracts_twice):
-                for i in cutlass.range_constexpr(cute.size(acc)):
-                    if shift.values[i] == Float32.inf:
-                        acc[i] = acc[i] - self.of_row(lse, i, args, block)[1]
+            thread = cute.arch.shuffle_sync_bfly(block.thread, offset=0)
+            block = block._replace(q0=cute.arch.make_warp_uniform(block.q0), thread=thread)
+            self.add_terms(acc, factor, args, tiles, stage, block, None)
+            self.subtract(acc, args, block, shift)
         if const_expr(self.problem.mask and is_full is None):
             self.mask_out(acc, args, tiles, stage, block)
         elif const_expr(self.problem.mask):
@@ -117,20 +101,41 @@ class AttentionScores:
                     acc[i] = -Float32.inf
 
     @cute.jit
-    def add_terms(self, acc: cute.Tensor, args: ScoreArgs, tiles: ScoreTiles, stage: Int32, block: Block, terms: Terms):
-        if const_expr(self.are_scaled_later and terms.shift is None):
+    def add_terms(
+        self, acc: cute.Tensor, factor: Float32, args: ScoreArgs, tiles: ScoreTiles, stage: Int32, block: Block, shift
+    ):  # fmt: skip
+        """acc = log2(e) * x - shift for a shift like acc; x / `unit_of_scores` for None. factor: of q k^T."""
+        if const_expr(self.are_scaled_later and shift is None):
             if args.scale <= 0.0:
                 for i in cutlass.range_constexpr(cute.size(acc)):
-                    acc[i] = acc[i] * terms.factor
+                    acc[i] = acc[i] * factor
         elif const_expr(self.problem.bias_dtype is None):
             for i in cutlass.range_constexpr(cute.size(acc)):
-                self.add(acc, i, args, block, terms, None)
+                self.add(acc, i, factor, None, shift)
         elif const_expr(self.bias is None):
-            self.add_global_bias(acc, args, block, terms)
+            self.add_global_bias(acc, factor, args, block, shift)
         elif const_expr(self.bias.itemsize == 2):
-            self.add_bias(acc, args, tiles.bias[None, None, stage].iterator, block, terms)
+            self.add_bias(acc, factor, tiles.bias[None, None, stage].iterator, block, shift)
         else:
-            self.add_fp32_bias(acc, args, tiles.bias[None, None, stage].iterator, block, terms)
+            self.add_fp32_bias(acc, factor, tiles.bias[None, None, stage].iterator, block, shift)
+
+    @cute.jit
+    def subtract(self, acc: cute.Tensor, args: ScoreArgs, block: Block, shift: Shift):
+        """acc = `scores` with a shift, for acc = x / `unit_of_scores`.
+
+        Two values per row are selected, not two scores, and x is computed before they are read: otherwise up to 32
+        bytes spill.
+        """
+        head, _, _ = self.place(shift.n, shift.item, shift.args)
+        of_head = cute.arch.make_warp_uniform(head.batch * args.heads + head.query_head)
+        pairs = shift.args.stats + Int64(2 * args.batch * args.heads + 2 * of_head) * shift.args.stats_row
+        unit = self.unit_of_scores(args)
+        for i in cutlass.range_constexpr(cute.size(acc)):
+            row = cutlass.min(self.position(block, i)[0], args.num_q - 1)
+            pair = vector_at(pairs, 2 * row, 2)  # lse, and log2(e) * residual; garbage in another row
+            is_large = shift.values[i] == Float32.inf
+            above = cute.math.fma(acc[i], unit, -(pair[0] if is_large else Float32(0.0)))
+            acc[i] = cute.math.fma(above, Float32(LOG2_E), -(pair[1] if is_large else shift.values[i]))
 
     @cute.jit
     def shift(self, values: cute.Tensor, of_lane: cute.Tensor, n: Int32, item, args) -> Shift:
@@ -178,67 +183,45 @@ class AttentionScores:
         return lambda j: tile.columns_at(base, j)
 
     @cute.jit
-    def add(self, acc: cute.Tensor, i: cutlass.Constexpr[int], args: ScoreArgs, block: Block, terms: Terms, bias):
+    def add(self, acc: cute.Tensor, i: cutlass.Constexpr[int], factor: Float32, bias, shift):
         """Value i of acc becomes a score; bias: None for none."""
         has_bias = const_expr(bias is not None)
-        if const_expr(terms.shift is None):
-            acc[i] = acc[i] * terms.factor + (bias if has_bias else 0.0)
+        if const_expr(shift is None):
+            acc[i] = acc[i] * factor + (bias if has_bias else 0.0)
         else:
-            added = bias * LOG2_E - terms.shift[i] if has_bias else -terms.shift[i]
-            score = acc[i] * (terms.factor * LOG2_E) + added
-            if const_expr(terms.lse is not None):
-                exact = self.score_of_large_row(acc[i], i, args, block, terms, bias if has_bias else Float32(0.0))
-                score = exact if terms.shift[i] == Float32.inf else score
-            acc[i] = score
+            added = bias * LOG2_E - shift[i] if has_bias else -shift[i]
+            acc[i] = acc[i] * (factor * LOG2_E) + added
 
     @cute.jit
-    def score_of_large_row(
-        self, product: Float32, i: cutlass.Constexpr[int], args: ScoreArgs, block: Block, terms: Terms, bias: Float32
-    ) -> Float32:  # fmt: skip
-        """log2(e) * (x - lse - residual), with the same rounding of x as in forward. Garbage in another row."""
-        lse, residual = self.of_row(terms.lse, i, args, block)
-        above = cute.math.fma(product, terms.factor, bias) - lse
-        if const_expr(self.are_scaled_later):
-            if args.scale > 0.0:
-                above = cute.math.fma(product, terms.factor, -lse)
-        return cute.math.fma(above, Float32(LOG2_E), Float32(0.0) if const_expr(self.subtracts_twice) else -residual)
-
-    @cute.jit
-    def of_row(self, pairs: cute.Pointer, i: cutlass.Constexpr[int], args: ScoreArgs, block: Block):
-        """(lse, log2(e) * residual) of the row of value i; garbage if its lse is not large."""
-        pair = vector_at(pairs, 2 * cutlass.min(self.position(block, i)[0], args.num_q - 1), 2)
-        return pair[0], pair[1]
-
-    @cute.jit
-    def add_bias(self, acc: cute.Tensor, args: ScoreArgs, bias: cute.Pointer, block: Block, terms: Terms):
+    def add_bias(self, acc: cute.Tensor, factor: Float32, bias: cute.Pointer, block: Block, shift):
         address = self.fragment(self.bias, bias, block)
         for j in cutlass.range_constexpr(0, cute.size(acc) // 4, 2):
             values = self.bias.load(address(j), not self.rows_are_queries).to(Float32)
             for i in cutlass.range_constexpr(8):
-                self.add(acc, 4 * j + i, args, block, terms, values[i])
+                self.add(acc, 4 * j + i, factor, values[i], shift)
 
     @cute.jit
-    def add_fp32_bias(self, acc: cute.Tensor, args: ScoreArgs, bias: cute.Pointer, block: Block, terms: Terms):
+    def add_fp32_bias(self, acc: cute.Tensor, factor: Float32, bias: cute.Pointer, block: Block, shift):
         row, column = pair_rows(block.thread), block.thread % 4 * 2
         for i in cutlass.range_constexpr(0, cute.size(acc), 2):
             r, c = row + i // 2 % 2 * 8 + block.wg * BLOCK, column + i // 4 * 8
             if const_expr(self.rows_are_queries):
                 values = self.bias.element(bias, r, c, 2)
                 for n in cutlass.range_constexpr(2):
-                    self.add(acc, i + n, args, block, terms, values[n])
+                    self.add(acc, i + n, factor, values[n], shift)
             else:
                 for n in cutlass.range_constexpr(2):
-                    self.add(acc, i + n, args, block, terms, self.bias.element(bias, c + n, r, 1)[0])
+                    self.add(acc, i + n, factor, self.bias.element(bias, c + n, r, 1)[0], shift)
 
     @cute.jit
-    def add_global_bias(self, acc: cute.Tensor, args: ScoreArgs, block: Block, terms: Terms):
+    def add_global_bias(self, acc: cute.Tensor, factor: Float32, args: ScoreArgs, block: Block, shift):
         base = self.start(args.bias, block.head)
         for i in cutlass.range_constexpr(cute.size(acc)):
             q, k = self.position(block, i)
             bias = Float32(0.0)
             if (q < args.num_q) & (k < args.num_k):
                 bias = load_at(base, Int64(q) * args.bias.row + Int64(k) * args.bias.column).to(Float32)
-            self.add(acc, i, args, block, terms, bias)
+            self.add(acc, i, factor, bias, shift)
 
     def per_row(self, values: cute.Tensor):
         """(2,) values of the thread's two rows, as a tensor like an accumulator."""

@@ -88,7 +88,8 @@ class SoftmaxRows:
             stats.argmax[r] = Int32(column) if a > stats.max[r] else stats.argmax[r]
         if const_expr(not self.problem.recompute_flagged):
             stats.max[r] = cute.arch.fmax(stats.max[r], a)
-        log2 = cute.math.fma(a, Float32(scale_log2), -shift_log2)  # as the target's term in rows.py, at any offset
+        # Rounded once, as the target's term in rows.py. With a negative shift instead, 32 bytes spill.
+        log2 = -cute.math.fma(-a, Float32(scale_log2), shift_log2)
         e = cute.math.exp2(log2, fastmath=True)
         stats.sum[r] = stats.sum[r] + e
         if const_expr(self.problem.return_stats):
