@@ -140,6 +140,7 @@ def bytes_of(tiles, masks):
     return (2 + 2 * tiles) * 128 * 64 * 2 + masks * 128 * 128
 
 
+@pytest.mark.exhaustive
 def test_skipped_tiles():
     """NaN in an empty tile reaches nothing, and a full tile's mask is not read. A row of tiles has at least one."""
     args = case(1, 1, 256, 384) | dict(attn_mask=of_classes(ROWS, 256, 384))
@@ -191,6 +192,7 @@ def test_more_tiles_than_lanes():
     assert_right(got, {name: want[name] for name in got})
 
 
+@pytest.mark.exhaustive
 def test_bits_do_not_depend_on_what_is_skipped():
     q, k, v, mask = (case(1, 2, 200, 272) | dict(attn_mask=random_classes(1, 2, 200, 272))).values()
     inputs, options = Inputs(q.detach(), k.detach(), v.detach(), None, mask), Options(0.125)

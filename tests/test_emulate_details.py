@@ -135,6 +135,7 @@ def test_compact_and_sort_write_what_their_stand_ins_write(targets):
     assert seen == {"lce_compact", "lce_sort"}
 
 
+@pytest.mark.exhaustive
 def test_each_launch_waits_for_the_one_before():
     """The emulator checks it. All kernels around the GEMMs begin early."""
     x, w = random(70, 64), random(264, 64, seed=1)

@@ -221,11 +221,12 @@ IN_EMULATOR = [
 ]
 
 
-def on_launchers(names, values, few, shapes=None):
+def on_launchers(names, values, few, shapes=None, runs_on_blackwell=False):
     """Parametrizes the arguments `names`, the path and, with `shapes`, the shape.
 
     The emulator is slow: `few` of the values, with one shape, and at_once only for the first of them without shapes.
-    Hopper's kernels run every other of these; on a GPU they run all.
+    Hopper's kernels run every other of these; on a GPU they run all. With `runs_on_blackwell`, the first of them runs in
+    every run of the tests there, the only one for Blackwell.
     """
     cases = []
     for value, path, shape in itertools.product(values, ON_LAUNCHERS + IN_EMULATOR, shapes or [None]):
@@ -234,7 +235,8 @@ def on_launchers(names, values, few, shapes=None):
         is_emulated = value in few and is_one and (path is not IN_EMULATOR[0] or value in few[::2])
         if path in ON_LAUNCHERS or is_emulated:
             arguments = [*(value if isinstance(value, tuple) else (value,)), *path.values, *([shape] if shapes else [])]
-            cases.append(pytest.param(*arguments, marks=path.marks, id="-".join(map(str, arguments))))
+            always = runs_on_blackwell and path is IN_EMULATOR[1] and value == few[0]
+            cases.append(pytest.param(*arguments, marks=() if always else path.marks, id="-".join(map(str, arguments))))
     return pytest.mark.parametrize(f"{names}, path{', shape' if shapes else ''}", cases, indirect=["path"])
 
 
@@ -361,7 +363,7 @@ def dx(c, k, e, out):
     return launch(k, "dx", e=e, w=c.w, state=c.num_live, start=c.start, out=out, epilogue=epilogue).out
 
 
-@on_launchers("out", [BF16, FP32], [BF16, FP32], SHAPES)
+@on_launchers("out", [BF16, FP32], [BF16, FP32], SHAPES, runs_on_blackwell=True)
 def test_dx_to_the_rows_of_order(shape, out, path):
     c = Case(**shape)
     before = torch.full((c.start + c.rows, c.h), NAN, dtype=out)

@@ -56,7 +56,9 @@ def test_opcheck(needs, schedule, device):
 
 @on_every_path
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("return_lse, with_buffer", [(False, True), (True, False)])
+@pytest.mark.parametrize(
+    "return_lse, with_buffer", [(False, True), pytest.param(True, False, marks=pytest.mark.exhaustive)]
+)
 def test_compiled_equals_eager_for_many_m_with_two_graphs(return_lse, with_buffer, schedule, path):
     torch._dynamo.reset()
     frames = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")

@@ -322,6 +322,7 @@ def in_emulator():
             yield pytest.param(name, setting, marks=marks)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name, setting", list(in_emulator()))
 def test_errors_in_the_emulator_are_within_the_bounds_of_a_gpu(name, setting):
     m, n, options = EMULATED[name]
