@@ -225,8 +225,8 @@ def on_launchers(names, values, few, shapes=None, runs_on_blackwell=False):
     """Parametrizes the arguments `names`, the path and, with `shapes`, the shape.
 
     The emulator is slow: `few` of the values, with one shape, and at_once only for the first of them without shapes.
-    Hopper's kernels run every other of these; on a GPU they run all. With `runs_on_blackwell`, the first of them runs in
-    every run of the tests there, the only one for Blackwell.
+    Hopper's kernels run every other of these; on a GPU they run all. With `runs_on_blackwell`, the first of them runs
+    in every run of the tests on Blackwell, where no other one does.
     """
     cases = []
     for value, path, shape in itertools.product(values, ON_LAUNCHERS + IN_EMULATOR, shapes or [None]):
