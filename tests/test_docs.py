@@ -97,7 +97,8 @@ def test_readme_lines_for_frameworks():
     assert len(codes) >= 6
     space = names()
     for code in codes:
-        exec(compile(code, "README.md", "exec"), space)
+        if "integrations.trl" not in code or importlib.util.find_spec("trl"):
+            exec(compile(code, "README.md", "exec"), space)
     assert space["head"].weight.main_grad.abs().sum() == 0  # only backward adds to it
     space["loss_of_megatron"].backward()
     assert space["head"].weight.main_grad.abs().sum() > 0

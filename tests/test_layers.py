@@ -170,7 +170,11 @@ def test_what_programs_import_from_the_package_exists(path):
     """Also for programs that run only on a GPU."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "quackish":
-            module = importlib.import_module(node.module)
+            try:
+                module = importlib.import_module(node.module)
+            except ModuleNotFoundError as missing:  # another library, which quackish.integrations patches
+                assert node.module.startswith("quackish.integrations"), missing
+                continue
             for name in (alias.name for alias in node.names):
                 assert hasattr(module, name) or importlib.util.find_spec(f"{node.module}.{name}"), (
                     f"{node.module}: {name}"
