@@ -17,7 +17,7 @@ from quackish.ops.grouped_mlp import kernel_steps
 from quackish.ops.linear_cross_entropy import linear_cross_entropy, steps
 from quackish.reference.grouped_mlp import GATED
 from quackish.testing.inputs import rows, weights
-from tests.attention_cases import case, step
+from tests.attention_cases import LARGE, case, large_case, step
 from tests.lce_cases import make, run
 
 GPU = "cuda"
@@ -173,7 +173,7 @@ def run_token_rows(tokens, n, k) -> None:
 
 
 def run_attention(name) -> None:
-    step(case(device=GPU, **ATTENTION[name]))
+    step(large_case(GPU, **LARGE[name]) if name in LARGE else case(device=GPU, **ATTENTION[name]))
 
 
 def main() -> None:
@@ -184,6 +184,7 @@ def main() -> None:
     calls |= {name: lambda name=name: run_grouped_mlp(*GROUPED_MLP[name]) for name in GROUPED_MLP}
     calls |= {name: lambda name=name: run_token_rows(*TOKEN_ROWS[name]) for name in TOKEN_ROWS}
     calls |= {name: lambda name=name: run_attention(name) for name in ATTENTION}
+    calls |= {f"attention, {name}": lambda name=name: run_attention(name) for name in LARGE}
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
     names = [name for name in calls if wanted in name]
     if not names:
