@@ -40,7 +40,7 @@ def race(call):
 
 
 def made_once(monkeypatch, owner, name, call):
-    """Whether racing calls make one object, although making it takes a while."""
+    """True if racing calls make one object, although making it takes a while."""
     make, made = getattr(owner, name), []
 
     def slow(*args, **kwargs):

@@ -181,7 +181,7 @@ def test_a_mask_is_never_added(padding, monkeypatch):
 
 
 def masks():
-    """Of causality alone and of padding, each with the same bool mask."""
+    """Masks of causality alone and of padding, each beside the same bool mask."""
     keep = torch.ones(2, 5, dtype=torch.bool)
     causal = keep.new_ones(5, 5).tril().expand(2, 1, 5, 5)
     keep[1, :2] = False

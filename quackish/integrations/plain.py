@@ -1,4 +1,4 @@
-"""Whether a module computes what its class does, from weights that quackish can read."""
+"""Finds modules that do not compute what their class does, or whose weights quackish cannot read."""
 
 import functools
 from collections.abc import Callable
