@@ -19,16 +19,16 @@ import torch
 
 from benchmarks import harness
 from benchmarks.verdicts import verdict
-from quackish.bench import measure_attention, report
+from quackish.bench import report
 from quackish.bench.cells import OURS, Cell, Job, data_of, is_ours, options_of
-from quackish.bench.providers_attention import ABOUT, PROVIDERS
 from quackish.bench.report import Verdict
 from quackish.bench.results import Results
 from quackish.bench.table import BENCHES
-from quackish.console import progress
-from quackish.launch.parallel import defer_interrupts
-from quackish.operations import ATTENTION
-from quackish.operations.attention import BIASES, MASKS
+from quackish.cli.console import progress
+from quackish.device.compile_jobs import defer_interrupts
+from quackish.ops.attention import measure as measure_attention
+from quackish.ops.attention.providers import ABOUT, PROVIDERS
+from quackish.ops.attention.tools import ATTENTION, BIASES, MASKS
 
 FORWARD, TRAIN = "forward", "forward+backward"
 HEADS, TOKENS = 16, 8192

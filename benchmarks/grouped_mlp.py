@@ -15,11 +15,11 @@ from benchmarks import harness
 from benchmarks.verdicts import at_most, faster, verdict
 from quackish.bench import plots, report
 from quackish.bench.cells import MLP_GEMMS, OURS, Cell, Job, is_ours
-from quackish.bench.measure_grouped_mlp import DATA, ERRORS
 from quackish.bench.report import Verdict
 from quackish.bench.results import Results
 from quackish.bench.table import BENCHES
-from quackish.operations.models import MODELS
+from quackish.ops.mlp.measure import DATA, ERRORS
+from quackish.ops.shared.models import MODELS
 
 TOKENS = {"qwen3-30b-a3b": 16_384, "olmoe-1b-7b": 16_384, "gpt-oss-20b": 16_384, "mixtral-8x7b": 8192}
 TRAIN = "forward+backward"

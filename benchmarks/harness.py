@@ -11,8 +11,8 @@ import torch
 from quackish.bench import environment, runner
 from quackish.bench.cells import Job
 from quackish.bench.report import Page, report
+from quackish.cli.console import NO_GPU
 from quackish.cli.parser import output_folder
-from quackish.console import NO_GPU
 
 RESULTS = Path(__file__).resolve().parent / "results"
 

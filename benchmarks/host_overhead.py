@@ -19,7 +19,7 @@ from quackish.bench.environment import environment
 from quackish.bench.host import host_times, launch_times
 from quackish.bench.measure import reason
 from quackish.bench.report import markdown_table
-from quackish.operations.rms_norm import EPS
+from quackish.ops.rms_norm.tools import EPS
 from quackish.testing import inputs
 
 M, N = 128, 1024

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from benchmarks import harness
 from benchmarks import targets_linear_cross_entropy as targets
-from quackish.bench import providers_linear_cross_entropy as lce
 from quackish.bench.cells import OURS, Cell, Job, is_ours, shape_name
-from quackish.bench.providers_linear_cross_entropy import ALL, LONG, MAIN, RECOMPUTE
+from quackish.ops.linear_cross_entropy import providers as lce
+from quackish.ops.linear_cross_entropy.providers import ALL, LONG, MAIN, RECOMPUTE
 
 USUAL = (*MAIN, f"{OURS}-chunked-4096", RECOMPUTE)
 

@@ -31,7 +31,7 @@ from benchmarks.traces import traced
 from quackish import parallel
 from quackish.bench.environment import environment
 from quackish.bench.report import markdown_table
-from quackish.cli import operations
+from quackish.cli import call_arguments as operations
 from quackish.gpu import gpu_of
 from quackish.testing.timing import synchronize
 

@@ -12,9 +12,9 @@ from benchmarks import harness
 from benchmarks.verdicts import every, verdict
 from quackish.bench import plots, report
 from quackish.bench.cells import OURS, Cell, Job
-from quackish.bench.providers_rms_norm import PROVIDERS
 from quackish.bench.report import Verdict
 from quackish.bench.results import Results
+from quackish.ops.rms_norm.providers import PROVIDERS
 
 ROWS = (4096, 8192, 16384, 32768, 65536)
 BF16 = "bfloat16"

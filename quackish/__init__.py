@@ -25,34 +25,39 @@ __all__ = [
     "scaled_dot_product_attention",
     "use_kernels",
 ]
-_MODULES = "emulator", "integrations", "parallel", "testing", "types"  # public too
+_MODULES = "configs", "emulator", "integrations", "parallel", "testing", "types"  # public too
 _HOMES = {
-    "configs.choose": ["config"],
+    "device.choose": ["config"],
     "emulation": ["emulate"],
     "errors": ["PortablePathWarning", "UnsupportedError"],
-    "ops.attention": ["scaled_dot_product_attention"],
-    "ops.device": ["use_kernels"],
-    "ops.grouped_mlp": ["grouped_mlp", "grouped_mm", "moe_mlp"],
-    "ops.linear_cross_entropy": ["LinearCrossEntropyLoss", "LinearCrossEntropyStats", "linear_cross_entropy"],
-    "ops.rms_norm": ["RMSNorm", "rms_norm", "rms_norm_backward", "rms_norm_forward"],
+    "ops.attention.api": ["scaled_dot_product_attention"],
+    "device.kernel_device": ["use_kernels"],
+    "ops.mlp.api": ["grouped_mlp", "grouped_mm"],
+    "ops.mlp.moe": ["moe_mlp"],
+    "ops.linear_cross_entropy.api": ["LinearCrossEntropyLoss", "linear_cross_entropy"],
+    "ops.linear_cross_entropy.reference": ["LinearCrossEntropyStats"],
+    "ops.rms_norm.api": ["RMSNorm", "rms_norm", "rms_norm_backward", "rms_norm_forward"],
     "profiling": ["profile"],
 }
 
 # Names are imported when they are used: commands such as `quackish --help` do without torch, which takes seconds.
 if TYPE_CHECKING:
+    from quackish import configs as configs
     from quackish import emulator as emulator
     from quackish import integrations as integrations
     from quackish import parallel as parallel
     from quackish import testing as testing
     from quackish import types as types
-    from quackish.configs.choose import config
+    from quackish.device.choose import config
+    from quackish.device.kernel_device import use_kernels
     from quackish.emulation import emulate
     from quackish.errors import PortablePathWarning, UnsupportedError
-    from quackish.ops.attention import scaled_dot_product_attention
-    from quackish.ops.device import use_kernels
-    from quackish.ops.grouped_mlp import grouped_mlp, grouped_mm, moe_mlp
-    from quackish.ops.linear_cross_entropy import LinearCrossEntropyLoss, LinearCrossEntropyStats, linear_cross_entropy
-    from quackish.ops.rms_norm import RMSNorm, rms_norm, rms_norm_backward, rms_norm_forward
+    from quackish.ops.attention.api import scaled_dot_product_attention
+    from quackish.ops.linear_cross_entropy.api import LinearCrossEntropyLoss, linear_cross_entropy
+    from quackish.ops.linear_cross_entropy.reference import LinearCrossEntropyStats
+    from quackish.ops.mlp.api import grouped_mlp, grouped_mm
+    from quackish.ops.mlp.moe import moe_mlp
+    from quackish.ops.rms_norm.api import RMSNorm, rms_norm, rms_norm_backward, rms_norm_forward
     from quackish.profiling import profile
 else:
 

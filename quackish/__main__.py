@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from quackish import console, interrupt
+from quackish.cli import console, interrupt
 from quackish.cli.commands import COMMANDS, parser_of
 from quackish.cli.parser import CommandError, program_name
 from quackish.errors import did_you_mean

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
+from quackish.device import cache, notice, objects
+from quackish.device.compile import Request, compile_kernel, lock
+from quackish.device.kernel_device import KernelDevice, empty_on, substitute
+from quackish.device.kernel_for import CompiledKernel, request_for
+from quackish.device.workspace import NUM_TICKETS
 from quackish.errors import UnsupportedError, describe, did_you_mean
 from quackish.gpu import NAMED, Gpu
-from quackish.launch import cache, notice, objects
-from quackish.launch.compile import Request, compile_kernel, lock
 from quackish.once import once
-from quackish.ops.device import Device, empty_on, substitute
-from quackish.ops.kernel_for import Kernel, request_for
-from quackish.ops.workspace import NUM_TICKETS
 
 if TYPE_CHECKING:
     from quackish import emulator
@@ -70,7 +70,7 @@ def emulate(gpu: str | Gpu = "h200", completion: _Completion = "late", seed: int
         raise ValueError(f"quackish.emulate: completion is {completion!r}; expected {known}")
     with emulator.record(completion, seed, how) as report:
         kernel_for = functools.partial(_kernel_for, contextvars.copy_context())
-        device = Device(gpu, kernel_for, _empty, _stream, _new_workspace, must_cover=True)
+        device = KernelDevice(gpu, kernel_for, _empty, _stream, _new_workspace, must_cover=True)
         with substitute("cpu", device):
             yield report
 
@@ -85,14 +85,14 @@ def _import_emulator() -> Any:
     return emulator
 
 
-# The Device ----------------------------------------------------------------------------------------------------------
+# The KernelDevice ----------------------------------------------------------------------------------------------------
 
 
-def _kernel_for(context: contextvars.Context, name: str, problem: Any, gpu: Gpu) -> Kernel:
+def _kernel_for(context: contextvars.Context, problem: Any, gpu: Gpu) -> CompiledKernel:
     """context: has the settings of `emulator.record`, which apply to launches of every thread"""
-    request = request_for(name, problem, gpu)
-    launch = load(request, gpu, name)
-    return Kernel(lambda *args: context.copy().run(launch, *args), request.config)
+    request = request_for(problem, gpu)
+    launch = load(request, gpu, problem.spec.name)
+    return CompiledKernel(lambda *args: context.copy().run(launch, *args), request.config)
 
 
 def _empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

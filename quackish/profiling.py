@@ -13,10 +13,11 @@ from typing import Any
 
 from torch import cuda
 
-from quackish import launch
-from quackish.console import table_of
+from quackish.cli.console import table_of
+from quackish.device import launch
+from quackish.device.spec import spec_of
+from quackish.device.work import Work, describe, estimate
 from quackish.gpu import Roofs, gpu_of, roofs_of
-from quackish.work import KERNELS, Work, describe, estimate, kernel_of, sizes_of, work
 
 COLUMNS = tuple(
     "kernel problem config device calls untimed total_ms mean_us bytes flops "
@@ -28,7 +29,7 @@ COLUMNS = tuple(
 class Launch:
     """One launch. Holds no tensors, so a profile does not extend their lifetime."""
 
-    kernel: str  # a name in the table of kernels, or the class's name if quackish/work.py does not describe it
+    kernel: str  # KernelSpec.name, or the class's name if there is no description
     problem: Any
     config: Any
     sizes: Mapping[str, int]  # run-time sizes such as rows and classes
@@ -39,8 +40,9 @@ class Launch:
 
     @property
     def work(self) -> Work | None:
-        """None for a kernel that quackish/work.py does not describe."""
-        return work(self.kernel, self.problem, self.sizes) if self.kernel in KERNELS else None
+        """None for a kernel without a description."""
+        spec = spec_of(self.problem)
+        return None if spec is None else spec.work(self.problem, self.sizes)
 
     def _read(self) -> "Launch":
         events, self._events = self._events, None
@@ -155,13 +157,13 @@ _lock = threading.Lock()
 
 
 def _observed(function: Callable[..., None], args: tuple, kernel_class: type, problem: Any, config: Any) -> None:
-    kernel = kernel_of(kernel_class.__name__)
-    sizes = {} if kernel is None else sizes_of(kernel, args)
-    record = Launch(kernel or kernel_class.__name__, problem, config, sizes)
+    spec = spec_of(problem)
+    name, sizes = (kernel_class.__name__, {}) if spec is None else (spec.name, spec.sizes_of(args[0]))
+    record = Launch(name, problem, config, sizes)
     if cuda.is_initialized():  # else a stand-in for a kernel, in tests
         record.device = cuda.current_device()
         stream = cuda.current_stream()
-        if kernel is not None and args[-1] != stream.cuda_stream:
+        if spec is not None and args[-1] != stream.cuda_stream:
             stream = cuda.ExternalStream(args[-1]) if args[-1] else cuda.default_stream()
         record.stream = stream.cuda_stream
         if not cuda.is_current_stream_capturing():

@@ -19,18 +19,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import page_tables
-from quackish import kernels
-from quackish.cli import operations
-from quackish.cli.dry_run import DryRun, Step
+from quackish.cli import call_arguments as operations
 from quackish.cli.parser import Parser
-from quackish.configs.choose import analytical, name_of
-from quackish.configs.gemm import TILE_K, GemmConfig, GemmProblem
-from quackish.configs.gemm_sm100 import TILE_M, GemmSm100Config
-from quackish.configs.grouped_gemm import GroupedGemmProblem
+from quackish.device.choose import analytical
+from quackish.device.cubin import Instruction
+from quackish.device.launch import disassemble
+from quackish.device.work import LAUNCH_US, estimate
 from quackish.gpu import B200, H200, Gpu, Roofs, roofs_of
-from quackish.launch import disassemble
-from quackish.launch.cubin import Instruction
-from quackish.work import LAUNCH_US, estimate
+from quackish.kernels.gemm.grouped_problem import GroupedGemmProblem
+from quackish.kernels.gemm.problem import TILE_K, GemmConfig, GemmProblem
+from quackish.kernels.gemm.sm100_config import TILE_M, GemmSm100Config
+from quackish.ops.shared.dry_run import DryRun, Step
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/blackwell.md"
@@ -152,8 +151,8 @@ def epilogue_rows() -> Iterator[list[str]]:
         "K",
     ]
     for one in EPILOGUES:
-        config = analytical(one.kernel, one.problem, B200).config
-        kernel = kernels.find(one.kernel, B200)
+        config = analytical(one.problem, B200).config
+        kernel = one.problem.spec.kernel_class(B200)
         used, code = disassemble(kernel, one.problem, config, B200.target)
         paths = epilogue_paths(code, config.tile_n)
         usual = getattr(paths, one.usual)
@@ -226,7 +225,7 @@ def headline_rows() -> Iterator[list[str]]:
         cycles = tile.tile_flops / tile.steps / FLOPS_PER_CYCLE["B200"]  # of a step
         read = TILE_K * 2 * (TILE_M + config.tile_n // config.ctas)  # by the MMAs of a CTA; also written by TMA
         yield [
-            name_of(step.kernel, step.problem), f"{m}, {n}, {k}", f"{mmas:,} / {least:,.0f}", f"{tile.waves:.2f}",
+            step.problem.spec.name_of(step.problem), f"{m}, {n}, {k}", f"{mmas:,} / {least:,.0f}", f"{tile.waves:.2f}",
             f"{tile.waves / math.ceil(tile.waves):.1%}", f"{config.stage_bytes / cycles:.0f}", f"{read / cycles:.0f}",
             f"{step.work.bytes / 1e9:.2f}", f"{gemm_seconds(step, B200, SHARE) * 1e3:.2f}",
             f"{1e3 * step.work.bytes / BANDWIDTH['B200']:.2f}",

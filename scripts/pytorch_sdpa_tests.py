@@ -33,8 +33,7 @@ import torch
 from torch.nn import functional
 
 import quackish
-from quackish.ops.attention import api, kernel_steps
-from quackish.reference import attention as reference
+from quackish.ops.attention import api, kernel_steps, reference
 
 URL = "https://raw.githubusercontent.com/pytorch/pytorch/v{}/test/test_transformers.py"
 

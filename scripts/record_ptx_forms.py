@@ -3,9 +3,9 @@
     python scripts/record_ptx_forms.py                      # writes tests/data/ptx_forms.json
     python scripts/record_ptx_forms.py --only 'cvt' --out /tmp/forms.json
 
-It runs the PTX of tests/emulator_forms.py through the CUDA driver. A form that the driver refuses, or that fails or
+It runs the PTX of tests/emulator/forms.py through the CUDA driver. A form that the driver refuses, or that fails or
 hangs, is recorded as that, and the others go on. It also records the tensor maps that the driver encodes.
-tests/test_emulator_forms.py compares.
+tests/emulator/test_forms.py compares.
 """
 
 import argparse
@@ -27,8 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from quackish.emulator import tensor_map  # noqa: E402
-from tests import emulator_forms  # noqa: E402
-from tests.emulator_forms import Case  # noqa: E402
+from tests.emulator import forms as emulator_forms  # noqa: E402
+from tests.emulator.forms import Case  # noqa: E402
 
 BATCH = 64  # kernels per module: a module costs some milliseconds of its own
 PATIENCE = 30  # seconds without a result before a kernel counts as hanging; the first one waits for the driver
@@ -121,7 +121,7 @@ class Gpu:
         return got
 
     def encoded(self, ours: bytes) -> bytes:
-        """The driver's encoding of the tensor map that tests/emulator_forms.py encodes as `ours`."""
+        """The driver's encoding of the tensor map that tests/emulator/forms.py encodes as `ours`."""
         decoded = tensor_map.decode(ours)
         memory = ctypes.create_string_buffer(tensor_map.BYTES + 63)
         aligned = ctypes.addressof(memory) + -ctypes.addressof(memory) % 64

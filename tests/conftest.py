@@ -97,7 +97,7 @@ def wide(monkeypatch):
 def _isolated_configs(tmp_path_factory, request):
     """Ignores this user's tuned configs, and allows editing sources while tests run."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quackish.launch.cache._STARTED", float("inf"))
+        patch.setattr("quackish.device.cache._STARTED", float("inf"))
         patch.setenv("QUACKISH_CONFIG_DIR", str(tmp_path_factory.mktemp("configs")))
         forked.ENVIRONMENT.update(os.environ)
         if not request.config.getoption("source_lines"):
@@ -119,8 +119,8 @@ def source_lines(monkeypatch):
 @pytest.fixture
 def poisoned(monkeypatch):
     """Fills newly allocated memory with NaN."""
-    from quackish.ops import cuda
-    from quackish.ops.device import device_of, substitute
+    from quackish.device import cuda
+    from quackish.device.kernel_device import device_of, substitute
 
     monkeypatch.setattr(cuda, "empty", cuda._empty)  # the faster allocator bypasses PyTorch, which fills memory
     before = torch.are_deterministic_algorithms_enabled()
@@ -141,11 +141,12 @@ def path(request, poisoned):
 
     On "cpu", PyTorch code replaces the kernels.
     """
-    from quackish.ops.device import device_of, substitute, why_unsupported
+    from quackish.device.kernel_device import device_of, substitute, why_unsupported
+    from quackish.ops.linear_cross_entropy.gemm_problems import GEMM_SPEC
     from tests import emulated_kernels as emulated
     from tests.emulator_cases import emulated as in_emulator
     from tests.emulator_cases import is_emulator
-    from tests.lce_cases import Path
+    from tests.linear_cross_entropy.cases import Path
 
     torch.manual_seed(0)
     kind, device = request.param.split("-")
@@ -156,7 +157,7 @@ def path(request, poisoned):
         where = torch.device("cpu")
         if device == "cuda":
             where = torch.device("cuda", torch.cuda.current_device())
-            if reason := why_unsupported("linear_cross_entropy", "lce_gemm", where):
+            if reason := why_unsupported("linear_cross_entropy", GEMM_SPEC, where):
                 pytest.skip(reason)
             on = dataclasses.replace(device_of(where), cache={})
         elif is_emulator(device):
@@ -179,7 +180,7 @@ def few_rows_counted(monkeypatch):
 @pytest.fixture
 def limits(monkeypatch):
     """Sets constants of configs/linear_cross_entropy.py: `limits(SHARED_FROM=0)`."""
-    from quackish.configs import linear_cross_entropy as configs
+    from quackish.ops.linear_cross_entropy import layout as configs
 
     caches = configs.choose_layout, configs.first_classes
 
@@ -203,9 +204,9 @@ def narrow(limits):
 @pytest.fixture
 def norm_kernels():
     """Runs RMSNorm of CPU tensors on emulated kernels, as that of CUDA tensors on compiled ones."""
-    from quackish.ops import rms_norm_plans
-    from quackish.ops.device import substitute
-    from tests.emulated_rms_norm import Emulated
+    from quackish.device.kernel_device import substitute
+    from quackish.ops.rms_norm import plans as rms_norm_plans
+    from tests.rms_norm.emulated import Emulated
 
     emulated = Emulated()
     rms_norm_plans._plans.clear()
@@ -223,8 +224,8 @@ def norm_path(request):
 def norm_anywhere(request):
     """As `norm_path`, and also on a GPU."""
     from quackish import errors
-    from tests.emulated_rms_norm import Emulated
-    from tests.rms_norm_cases import on
+    from tests.rms_norm.cases import on
+    from tests.rms_norm.emulated import Emulated
 
     if request.param != "gpu":
         yield request.getfixturevalue("norm_kernels") if request.param == "kernels" else None
@@ -240,24 +241,25 @@ def norm_anywhere(request):
 @pytest.fixture
 def where(request, poisoned):
     """Makes grouped_mlp use the path that a test's `on_every_path` names, or run its kernel in the emulator."""
+    from quackish.device.kernel_device import KernelDevice, substitute, why_unsupported
     from quackish.gpu import H200
-    from quackish.ops.device import Device, substitute, why_unsupported
+    from quackish.ops.mlp.problems import GEMM_SPEC
     from tests import emulated_kernels
     from tests.emulator_cases import emulated, is_emulator
-    from tests.grouped_mlp_cases import BF16, FEW, FP16, FP64, Where
+    from tests.mlp.cases import BF16, FEW, FP16, FP64, Where
 
     kind, device = request.param.split("-")
     if kind == "portable":
         yield Where(device, "reference", (FP64, BF16))
         return
     if kind == "emulated":
-        with substitute("cpu", Device(H200, emulated_kernels.kernel_for)):
+        with substitute("cpu", KernelDevice(H200, emulated_kernels.kernel_for)):
             yield Where(device, "cute", (BF16, FP16))
         return
     if is_emulator(device):
         with emulated(device):
             yield Where("cpu", "cute", (BF16,), FEW[device.split("/")[0]])
         return
-    if reason := why_unsupported("grouped_mlp", "grouped_gemm", torch.device("cuda", torch.cuda.current_device())):
+    if reason := why_unsupported("grouped_mlp", GEMM_SPEC, torch.device("cuda", torch.cuda.current_device())):
         pytest.skip(reason)
     yield Where(device, "cute", (BF16, FP16))

@@ -11,23 +11,23 @@ compiles new problems first (15 s in all). They are also what compiled kernels a
 import collections
 import ctypes
 import dataclasses
-import functools
 import math
 
 import torch
 
-from quackish.configs import gemm, row_state
-from quackish.configs.arguments import Ptr
-from quackish.configs.choose import choose
-from quackish.configs.gemm import NUM_TICKETS
-from quackish.configs.grouped_gemm import DSCALES_COLUMNS
-from quackish.configs.lce_rows import NO_SLOT, ROW_TILE
-from quackish.configs.row_state import RowStateParts
+from quackish.device.arguments import Ptr
+from quackish.device.choose import choose
+from quackish.device.kernel_device import KernelDevice
+from quackish.device.kernel_for import CompiledKernel
 from quackish.gpu import H200
-from quackish.ops.device import Device
-from quackish.ops.kernel_for import Kernel
+from quackish.kernels.gemm import problem as gemm
+from quackish.kernels.gemm.grouped_problem import DSCALES_COLUMNS
+from quackish.kernels.gemm.problem import NUM_TICKETS, ROW_TILE
+from quackish.ops.linear_cross_entropy import row_state
 from quackish.ops.linear_cross_entropy.launches import LceKernels
-from quackish.reference import grouped_mlp as reference
+from quackish.ops.linear_cross_entropy.row_problems import NO_SLOT
+from quackish.ops.linear_cross_entropy.row_state import RowStateParts
+from quackish.ops.mlp import reference
 
 I16, I32, I64, BF16, FP32 = torch.int16, torch.int32, torch.int64, torch.bfloat16, torch.float32
 HUGE, HEADROOM, SMALLEST_RATIO, LEAST_LOG2, LOG2_E = 2e38, 60.0, 2.0**-20, -256.0, math.log2(math.e)
@@ -38,7 +38,7 @@ SMALL = dataclasses.replace(H200, sm_count=4)  # takes little scratch for GEMMs
 
 def device():
     """A small GPU with these kernels, for CPU tensors."""
-    return Device(SMALL, kernel_for)
+    return KernelDevice(SMALL, kernel_for)
 
 
 def lce_kernels():
@@ -46,7 +46,7 @@ def lce_kernels():
 
 
 def counted(on):
-    """Counts the launches of linear_cross_entropy on a Device."""
+    """Counts the launches of linear_cross_entropy on a KernelDevice."""
     on.cache["linear_cross_entropy"] = k = Counted(LceKernels(on))
     return k
 
@@ -69,16 +69,14 @@ class Counted:
         return counted
 
 
-def kernel_for(name, problem, gpu):
-    """Replaces quackish.ops.kernel_for.kernel_for. Checks which arguments are None, and alignment."""
+def kernel_for(problem, gpu):
+    """Replaces quackish.device.kernel_for.kernel_for. Checks which arguments are None, and alignment."""
 
     def launch(args, stream):
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            return KERNELS[name](problem, checked(args, problem.args, problem))
+            return KERNELS[problem.spec.name](problem, checked(args, problem.args, problem))
 
-    if name == "token_rows":  # has no struct of arguments
-        launch = functools.partial(token_rows, problem)
-    return Kernel(launch, choose(name, problem, gpu).config)
+    return CompiledKernel(launch, choose(problem, gpu).config)
 
 
 def checked(args, specs, problem):
@@ -569,7 +567,8 @@ def grouped_gemm(p, a):
     return rows(a) if p.along == "m" else sums(a)
 
 
-def token_rows(p, x, rows, out, tokens, k, stream):
+def token_rows(p, args):
+    x, rows, out, tokens, k = args
     assert x % 16 == out % 16 == 0
     dtype, of_tokens, of_rows = dtype_of(p.dtype), (tokens, p.n), (tokens * k, p.n)
     rows = memory(rows, I64, (tokens, k))
@@ -585,4 +584,5 @@ def token_rows(p, x, rows, out, tokens, k, stream):
 KERNELS = dict(
     grouped_gemm=grouped_gemm, lce_gemm=gemm, lce_compact=compact, lce_gather=gather, lce_rows=rows, lce_sort=sort,
     lce_targets=targets, lce_bias=bias, lce_scatter=scatter, lce_scale=scale,
+    token_rows=token_rows,
 )  # fmt: skip

@@ -6,7 +6,12 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from unittest import mock
 
-MODULES = ["quackish.bench.processes", "tests.parallel_checks", "tests.test_cache", "tests.test_distributed"]
+MODULES = [
+    "quackish.bench.processes",
+    "tests.linear_cross_entropy.parallel_checks",
+    "tests.device.test_cache",
+    "tests.integrations.test_distributed",
+]
 ENVIRONMENT: dict[str, str] = {}  # of the session, without what a test has set; conftest.py fills it
 
 

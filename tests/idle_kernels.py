@@ -4,10 +4,10 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from quackish.configs import choose
+from quackish.device import choose
+from quackish.device.kernel_device import KernelDevice, substitute
+from quackish.device.kernel_for import CompiledKernel
 from quackish.gpu import H200
-from quackish.ops.device import Device, substitute
-from quackish.ops.kernel_for import Kernel
 
 
 class Launch(NamedTuple):
@@ -16,15 +16,15 @@ class Launch(NamedTuple):
     config: Any
 
 
-def device() -> tuple[Device, list[Launch]]:
+def device() -> tuple[KernelDevice, list[Launch]]:
     """The device, and the list of its launches, in order."""
     launches = []
 
-    def kernel_for(name, problem, gpu):
-        config = choose.choose(name, problem, gpu).config
-        return Kernel(lambda *args: launches.append(Launch(name, problem, config)), config)
+    def kernel_for(problem, gpu):
+        config = choose.choose(problem, gpu).config
+        return CompiledKernel(lambda *args: launches.append(Launch(problem.spec.name, problem, config)), config)
 
-    return Device(H200, kernel_for), launches
+    return KernelDevice(H200, kernel_for), launches
 
 
 @contextlib.contextmanager

@@ -11,14 +11,15 @@ import pytest
 import torch
 
 from quackish import grouped_mlp, rms_norm
-from quackish.configs import linear_cross_entropy as configs
-from quackish.ops.device import device_of
-from quackish.ops.grouped_mlp import kernel_steps
-from quackish.ops.linear_cross_entropy import linear_cross_entropy, steps
-from quackish.reference.grouped_mlp import GATED
+from quackish.device.kernel_device import device_of
+from quackish.ops.linear_cross_entropy import layout as configs
+from quackish.ops.linear_cross_entropy import steps
+from quackish.ops.linear_cross_entropy.api import linear_cross_entropy
+from quackish.ops.mlp import kernel_steps
+from quackish.ops.mlp.reference import GATED
 from quackish.testing.inputs import rows, weights
-from tests.attention_cases import LARGE, case, large_case, step
-from tests.lce_cases import make, run
+from tests.attention.cases import LARGE, case, large_case, step
+from tests.linear_cross_entropy.cases import make, run
 
 GPU = "cuda"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -90,7 +91,7 @@ TOKEN_ROWS = {
     "token rows, two CTAs per token": (5, 2880, 4),
 }  # tokens, columns, rows of each
 
-# name: the arguments of tests.attention_cases.case
+# name: the arguments of tests.attention.cases.case
 ATTENTION = {
     "attention bias": dict(batch=2, num_q=129, bias=(2, 2, 129, 129)),
     "attention broadcast bias and mask": dict(

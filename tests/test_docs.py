@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from quackish import launch
+from quackish.device import launch
 from quackish.errors import UnsupportedError
 from quackish.gpu import B200, H200
 
@@ -69,7 +69,7 @@ def names() -> dict:
 def test_python_blocks_run(page, tmp_path, monkeypatch):
     """All blocks of a page in order, in one namespace and an empty folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("quackish.ops.device._uses_kernels", True)  # restored after the test
+    monkeypatch.setattr("quackish.device.kernel_device._uses_kernels", True)  # restored after the test
     if page == "docs/adding_a_kernel.md" and sys.platform != "linux":
         pytest.skip("the compiler is for Linux")
     space: dict = {}

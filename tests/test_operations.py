@@ -5,9 +5,9 @@ import inspect
 import pytest
 import torch
 
-from quackish.operations import OPERATIONS
-from quackish.operations.table import in_fp64, parse_shape
+from quackish.ops.shared.for_tools import in_fp64, operations, parse_shape
 
+OPERATIONS = operations()
 CPU, META, BF16 = torch.device("cpu"), torch.device("meta"), torch.bfloat16
 VALUES = {  # of options with a value
     "residual": "float32", "residual_dtype": "float16", "weight_dtype": "float32", "out_dtype": "float32", "heads": 4,

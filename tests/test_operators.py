@@ -12,12 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import quackish
 import quackish.parallel
-from quackish.configs.choose import choose
+from quackish.device.choose import choose
+from quackish.device.kernel_device import KernelDevice, substitute
+from quackish.device.kernel_for import CompiledKernel
 from quackish.gpu import H200
-from quackish.ops.device import Device, substitute
-from quackish.ops.kernel_for import Kernel
 from quackish.testing.errors import same_bits
-from quackish.work import sizes_of, work
 from tests import emulated_kernels
 
 M, H, V = 160, 32, 128  # rows, hidden size and classes of the losses
@@ -125,17 +124,18 @@ def launched():
     """Kernels that do nothing; the FLOPs of their matrix products: [number, ...]."""
     flops = []
 
-    def kernel_for(name, problem, gpu):
+    def kernel_for(problem, gpu):
         def launch(*args):
-            if name in ("lce_gemm", "grouped_gemm"):
-                flops.append(work(name, problem, sizes_of(name, args)).flops)
+            spec = problem.spec
+            if spec.cublas:
+                flops.append(spec.work(problem, spec.sizes_of(args[0])).flops)
 
-        return Kernel(launch, choose(name, problem, gpu).config)
+        return CompiledKernel(launch, choose(problem, gpu).config)
 
     def zeros(shape, strides, dtype):  # indices that kernels would write must be legal
         return torch.empty_strided(shape, strides, dtype=dtype).zero_()
 
-    with substitute("cpu", Device(H200, kernel_for, zeros)):
+    with substitute("cpu", KernelDevice(H200, kernel_for, zeros)):
         yield flops
 
 
@@ -199,7 +199,7 @@ def test_a_checkpoint_that_saves_every_operator(name):
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("rms_norm", "attention")])
 def test_a_checkpoint_that_saves_every_operator_of_kernels(name):
-    with substitute("cpu", Device(H200, emulated_kernels.kernel_for)):
+    with substitute("cpu", KernelDevice(H200, emulated_kernels.kernel_for)):
         assert_checkpoints(name)
 
 

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 import quackish
-from quackish import launch, profiling
-from quackish.cli import operations
+from quackish import profiling
+from quackish.cli import call_arguments as operations
 from quackish.cli.parser import Parser
-from quackish.configs.gemm import GemmArgs, GemmConfig, GemmProblem
-from quackish.configs.lce_rows import LceScaleProblem, ScaleArgs
-from quackish.configs.rms_norm import RmsNormFwdConfig, RmsNormFwdProblem
+from quackish.device import compile as compiling
+from quackish.device import launch
 from quackish.gpu import B200, H200, Roofs, gpu_of
-from quackish.launch import compile as compiling
+from quackish.kernels.gemm.problem import GemmArgs, GemmConfig, GemmProblem
+from quackish.ops.linear_cross_entropy.row_problems import LceScaleProblem, ScaleArgs
+from quackish.ops.rms_norm.problems import ForwardArgs, RmsNormFwdConfig, RmsNormFwdProblem
 from quackish.testing.errors import same_bits
-from quackish.work import work
 
 ROOFS = Roofs(copy=4e12, add=4e12, gemm=8e14, source="data sheet")
 NORM = RmsNormFwdProblem(4096, "bfloat16", "bfloat16", "bfloat16")
@@ -33,7 +33,8 @@ def stand_in(class_name, problem, config, function=lambda *args: None):
 
 def norm(m=16_384, stream=0, function=lambda *args: None):
     kernel = stand_in("RmsNormFwd", NORM, NORM_CONFIG, function)
-    kernel(*(None,) * 11, m, 128, stream)
+    args = ForwardArgs(**dict.fromkeys(ForwardArgs._fields) | dict(m=m, num_ctas=128))
+    kernel(args, stream)
 
 
 def gemm(m=8192, n=128_256, k=4096, stream=0, function=lambda *args: None):
@@ -57,7 +58,7 @@ def test_only_launches_inside_are_recorded():
     assert recorded(p) == [("rms_norm_fwd", 2), ("lce_gemm", 3)]
     first = p.launches[0]
     assert (first.problem, first.config, first.sizes) == (NORM, NORM_CONFIG, {"m": 2})
-    assert first.work == work("rms_norm_fwd", NORM, first.sizes)
+    assert first.work == NORM.spec.work(NORM, first.sizes)
     assert p.launches[1].sizes == {"m": 3, "n": 128_256, "k": 4096}
     with p:  # entering again continues it
         norm(5)
@@ -88,7 +89,8 @@ def test_arguments_and_errors_are_passed_through():
     with pytest.raises(KeyError), quackish.profile():
         raise KeyError
     assert compiling._observer is None
-    assert given == [(*(None,) * 11, 7, 128, 9)]
+    ((args, stream),) = given
+    assert (args.m, args.num_ctas, stream) == (7, 128, 9)
     assert recorded(p) == [("rms_norm_fwd", 7)]
     assert launch.counters.launches == counted + 1
 
@@ -161,7 +163,7 @@ def test_speeds_and_bounds(cuda):
         norm(1, function=cuda.launch)
     p.roofs = ROOFS
     row, of_gemm, short = p.rows()
-    done = work("rms_norm_fwd", NORM, {"m": 16_384})
+    done = NORM.spec.work(NORM, {"m": 16_384})
     assert tuple(row) == profiling.COLUMNS
     assert (row["kernel"], row["calls"], row["total_ms"], row["mean_us"]) == ("rms_norm_fwd", 3, 6.0, 2000)
     assert row["gb_per_s"] == pytest.approx(done.bytes / 2e-3 / 1e9)

@@ -7,9 +7,9 @@ import pytest
 
 import quackish
 from quackish import types
-from quackish.configs.linear_cross_entropy import SCHEDULES
-from quackish.parallel.linear_cross_entropy import _ParallelOptions
-from quackish.reference.grouped_mlp import ACTIVATIONS
+from quackish.ops.linear_cross_entropy.layout import SCHEDULES
+from quackish.ops.linear_cross_entropy.sharded.api import _ParallelOptions
+from quackish.ops.mlp.reference import ACTIVATIONS
 from tests import typed_user
 
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from quackish import kernels, launch
+from quackish.device import launch
 from quackish.gpu import B200, H200
 
 
@@ -70,7 +70,7 @@ def on_gpus(cases):
 
 def check_compiles(name, problem, config, gpu, ctas_per_sm=1):
     """No spilled register, and as many CTAs fit on an SM. Returns the resources."""
-    used = launch.resources(kernels.find(name, gpu), problem, config, gpu.target)
+    used = launch.resources(problem.spec.kernel_class(gpu), problem, config, gpu.target)
     assert used.stack_bytes == used.local_loads == used.local_stores == 0, (used, config)
     assert used.smem_bytes <= gpu.smem_bytes, (used, config)
     assert ctas_per_sm * (used.smem_bytes + 1024) <= gpu.smem_bytes_per_sm, (used, config)

@@ -9,11 +9,11 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32
 from torch import Tensor
 
-from quackish import launch
+from quackish.device import launch
 from quackish.errors import UnsupportedError
 from quackish.gpu import Gpu, gpu_of
-from quackish.kernels.common.arguments import fake_pointer
-from quackish.kernels.common.rows import RowMap
+from quackish.kernels.arguments import fake_pointer
+from quackish.kernels.rows import RowMap
 
 # quackish/reference/softmax.py ---------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from quackish import launch
+from quackish.device import launch
 from quackish.testing.timing import Times, synchronize
 
 WARM_UP = 5

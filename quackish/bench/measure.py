@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from quackish import launch
 from quackish.bench.cells import A_LAUNCH, OURS, is_ours, library
 from quackish.bench.host import host_times, launch_times
+from quackish.device import launch
 from quackish.testing.timing import Times, synchronize
 
 ERRORS = ("err_y", "err_loss", "err_dx", "err_dweight", "err_dw2", "err_dscales")

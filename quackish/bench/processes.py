@@ -26,7 +26,7 @@ from quackish.bench.cells import Cell, Job
 from quackish.bench.environment import device_to_measure, environment
 from quackish.bench.measure import Memory, Record, Run, reason
 from quackish.bench.table import BENCHES
-from quackish.launch.parallel import defer_interrupts
+from quackish.device.compile_jobs import defer_interrupts
 
 START_S = 300.0  # timeout for a child to import torch and initialize the GPU
 DEATHS = 2  # a provider that ended this many processes is skipped: each costs a new process or a timeout

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from quackish.bench import plots
 from quackish.bench.cells import NONE_IGNORED, Cell, is_ours
 from quackish.bench.results import Results, Row, cell_of, read_rows, scale_of
-from quackish.console import fill
+from quackish.cli.console import fill
 
 Verdict = tuple[str, str]  # (PASS or FAIL, the numbers)
 ROOFS = {"three-gemms": "3 GEMMs", "gemm-logits": "logits", "gemm-dx": "dX", "gemm-dw": "dW"}

@@ -11,7 +11,7 @@ from quackish.bench.cells import AGAIN, NOT_PROVIDERS, OURS, Cell, Job, is_ours,
 from quackish.bench.environment import ENVIRONMENT
 from quackish.bench.measure import ERRORS, WRONG, Record
 from quackish.bench.table import BENCHES
-from quackish.operations.table import parse_shape
+from quackish.ops.shared.for_tools import parse_shape
 
 Row = dict[str, str]
 Point = tuple[float, float]  # milliseconds, GB

@@ -13,8 +13,8 @@ from quackish.bench.cells import AGAIN, NOT_PROVIDERS, Job
 from quackish.bench.measure import Record
 from quackish.bench.processes import Supervisor
 from quackish.bench.results import CsvLog, read_rows, row_of, scale_of
-from quackish.console import fill, progress
-from quackish.interrupt import end_on_sigterm
+from quackish.cli.console import fill, progress
+from quackish.cli.interrupt import end_on_sigterm
 
 INTERRUPTED = "interrupted"
 

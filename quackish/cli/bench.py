@@ -17,10 +17,10 @@ import argparse
 import itertools
 from typing import TYPE_CHECKING
 
-from quackish.argument_types import one_of
-from quackish.cli.operations import flag_of
+from quackish.cli.call_arguments import flag_of
 from quackish.cli.parser import CommandError, check_bench_extra, output_folder, positive
-from quackish.operations.table import DTYPES
+from quackish.ops.shared.argument_types import one_of
+from quackish.ops.shared.for_tools import DTYPES
 
 if TYPE_CHECKING:
     from quackish.bench.table import Bench
@@ -85,7 +85,7 @@ def _measure(args: argparse.Namespace) -> int:
     from quackish.bench.cells import Cell, Job, data_of, is_ours, shape_name
     from quackish.bench.results import read_rows
     from quackish.bench.table import BENCHES
-    from quackish.console import NO_GPU, fill
+    from quackish.cli.console import NO_GPU, fill
 
     bench, gpu = BENCHES[args.what], torch.cuda.is_available()
     if args.tokens and args.shapes and not args.model:

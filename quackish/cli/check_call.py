@@ -11,7 +11,7 @@ import contextlib
 import os
 import signal
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,16 +19,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quackish import launch, profile
-from quackish.cli.check import Case, bound_of
-from quackish.configs.gemm import GemmProblem
-from quackish.configs.grouped_gemm import GroupedGemmProblem
+from quackish import profile
+from quackish.cli.check import Case
+from quackish.device import launch
+from quackish.device.spec import loaded, spec_of
+from quackish.device.work import describe
 from quackish.errors import UnsupportedError
-from quackish.operations.table import Args, in_fp64
+from quackish.ops.shared.for_tools import Args, in_fp64
 from quackish.profiling import Launch
 from quackish.testing.errors import error, same_bits
 from quackish.testing.timing import synchronize
-from quackish.work import describe, kernel_of
 
 REPEATS = 5  # timed calls, after one that is not
 
@@ -72,7 +72,7 @@ def run(check: Check, device: torch.device, send: Send) -> Record:
             runs = [case.call(args, "cute") for _ in range(1 if case.only_timed else 2)]
         except UnsupportedError as why:
             return {"result": "no kernel", "message": str(why)}
-    record: Record = {"result": "ok"} if truth is None else compared(truth, *runs)
+    record: Record = {"result": "ok"} if truth is None else compared(truth, case.bound_of, *runs)
     del runs
     if record["result"] == "ok":
         send(("step", "timing"))
@@ -85,7 +85,8 @@ def _announced(send: Send, device: torch.device) -> Iterator[None]:
     """Inside the block each launch is announced, and waited for."""
 
     def observer(function, args, kernel_class, problem, config) -> None:
-        name = kernel_of(kernel_class.__name__) or kernel_class.__name__
+        spec = spec_of(problem)
+        name = kernel_class.__name__ if spec is None else spec.name
         send(("launch", name, describe(problem, {})))
         function(*args)
         synchronize(device)
@@ -98,7 +99,9 @@ def _announced(send: Send, device: torch.device) -> Iterator[None]:
         launch.observe(None)
 
 
-def compared(truth: dict[str, Tensor], first: dict[str, Tensor], second: dict[str, Tensor]) -> Record:
+def compared(
+    truth: dict[str, Tensor], bound_of: Callable[[str], float], first: dict[str, Tensor], second: dict[str, Tensor]
+) -> Record:
     """The errors of the results beside their bounds."""
     results = {
         name: {"error": error(got.cpu().double(), truth[name]).norm, "bound": bound_of(name)}
@@ -152,9 +155,9 @@ def _times(group: list[Launch], device: torch.device, beside_cublas: bool) -> Re
 
 def cublas_us(launched: Launch, device: torch.device) -> float | None:
     """The median time of the GEMMs of a launch by cuBLAS, with the same layouts; None for other kernels."""
-    if device.type != "cuda" or launched.kernel not in PRODUCTS:
+    if device.type != "cuda" or not (spec := spec_of(launched.problem)) or not spec.cublas:
         return None
-    a, b = PRODUCTS[launched.kernel](launched.problem, launched.sizes, device)
+    a, b = loaded(spec.cublas)(launched.problem, launched.sizes, device)
     samples = []
     for _ in range(REPEATS + 2):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -164,30 +167,3 @@ def cublas_us(launched: Launch, device: torch.device) -> float | None:
         end.synchronize()
         samples.append(1e3 * start.elapsed_time(end))
     return statistics.median(samples[2:])
-
-
-def _matrix(rows: int, columns: int, is_row_major: bool, *batch: int, **options: Any) -> Tensor:
-    """Random numbers, without their product's rounding to infinity."""
-    shape = (rows, columns) if is_row_major else (columns, rows)
-    t = torch.randn(*batch, *shape, **options).mul_(0.1)
-    return t if is_row_major else t.mT
-
-
-def _gemm(p: GemmProblem, sizes: Mapping[str, int], device: torch.device) -> tuple[Tensor, Tensor]:
-    m, n, k = (sizes[name] for name in "mnk")
-    options = dict(dtype=getattr(torch, p.dtype), device=device)
-    return _matrix(m, k, p.a_major == "k", **options), _matrix(k, n, p.b_major == "n", **options)
-
-
-def _grouped_gemm(p: GroupedGemmProblem, sizes: Mapping[str, int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """A batch of products, with groups of equal size."""
-    rows, groups, n = sizes["rows"], sizes["groups"], sizes["n"]
-    options, each = dict(dtype=getattr(torch, p.dtype), device=device), max(1, rows // groups)
-    if p.along == "k":
-        return _matrix(sizes["m"], each, False, groups, **options), _matrix(each, n, True, groups, **options)
-    n, k = n * (1 + (p.epilogue == "up" and p.gated)), sizes["k"] * (1 + (p.epilogue != "up" and p.b_in_two))
-    return _matrix(each, k, True, groups, **options), _matrix(k, n, p.b_major == "n", groups, **options)
-
-
-# kernel -> (problem, sizes, device) -> the operands of PyTorch's product
-PRODUCTS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"lce_gemm": _gemm, "grouped_gemm": _grouped_gemm}

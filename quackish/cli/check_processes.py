@@ -14,10 +14,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from quackish import kernels
+from quackish import ops
 from quackish.cli.check import SELF_TESTS, TIMED, load
 from quackish.cli.check_call import Check, Record, serve
-from quackish.console import fill
+from quackish.cli.console import fill
 from quackish.gpu import Gpu
 
 # Seconds between two events of a process. Importing PyTorch, compiling ten kernels of a call on one core, and truth of
@@ -27,9 +27,7 @@ TIME_LIMIT = 120.0
 
 def checks(gpu: Gpu) -> list[Check]:
     """Every call that has kernels on this GPU."""
-    return [
-        Check(name, load) for name, case in (SELF_TESTS | TIMED).items() if gpu.family in kernels.TABLE[case.kernel]
-    ]
+    return [Check(name, load) for name, case in (SELF_TESTS | TIMED).items() if gpu.family in case.spec.on]
 
 
 def run_all(todo: Sequence[Check], device: str, **options: Any) -> list[Record]:
@@ -115,8 +113,8 @@ def per_kernel(records: Iterable[Record], gpu: Gpu) -> list[Record]:
     to its bound, in all these calls.
     """
     records, rows = list(records), []
-    for kernel, paths in kernels.TABLE.items():
-        if gpu.family not in paths:
+    for kernel, spec in ops.specs().items():
+        if gpu.family not in spec.on:
             continue
         culprit = [record for record in records if record["culprit"] == kernel]
         ended = [record for record in records if kernel in record["launched"] and record["results"]]

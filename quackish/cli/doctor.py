@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quackish import kernels, toolchain, variables
 from quackish._version import __version__
 from quackish.bench import torch_kernel
 from quackish.bench.environment import PEERS, device_to_measure, driver_version, version
@@ -36,14 +35,15 @@ from quackish.cli import check
 from quackish.cli.check import Case
 from quackish.cli.check_call import Check
 from quackish.cli.check_processes import checks, per_kernel, run_all, summary
+from quackish.cli.console import fill, width
 from quackish.cli.parser import CommandError, program_name
-from quackish.configs import table
-from quackish.console import fill, width
+from quackish.device import cache, objects, toolchain, upkeep, variables
+from quackish.device import tuned as table
+from quackish.device.files import why_no_output
+from quackish.device.spec import KernelSpec
 from quackish.errors import UnsupportedError
-from quackish.files import why_no_output
-from quackish.gpu import Gpu, gpu_of
-from quackish.launch import cache, objects, upkeep
-from quackish.operations.table import Args, in_fp64
+from quackish.gpu import FAMILIES, Gpu, gpu_of
+from quackish.ops.shared.for_tools import Args, in_fp64
 from quackish.testing.errors import error, same_bits
 
 Tensors = dict[str, Tensor]
@@ -145,11 +145,11 @@ def devices() -> list[torch.device]:
     return [torch.device("cuda", i) for i in range(count)] or [torch.device("cpu")]
 
 
-def has_kernels(device: torch.device, kernel: str = "rms_norm_fwd") -> bool:
-    """True if this kernel should run on `device`."""
+def has_kernels(device: torch.device, spec: KernelSpec | None = None) -> bool:
+    """True if a kernel of `spec`, or any, should run on `device`."""
     if device.type != "cuda" or torch.version.hip:
         return False
-    return gpu_of(device.index).family in kernels.TABLE[kernel]
+    return gpu_of(device.index).family in (FAMILIES if spec is None else spec.on)
 
 
 def versions(report: Report) -> dict[str, str]:
@@ -339,7 +339,7 @@ def operations(
         if fault:
             report.problem(f"{name} on {device} ({path}) {fault}", _please_report("--json"))
         # A missing compiler is reported by `compiler`.
-        if why_portable and expects(device, case.kernel) and toolchain.versions() is not None:
+        if why_portable and expects(device, case.spec) and toolchain.versions() is not None:
             report.problem(f"{name} runs the portable path on {device}, expected kernels", why_portable)
     return rows
 
@@ -350,7 +350,7 @@ def _check_results(case: Case, args: Args, first: Tensors, second: Tensors, path
     errors = {name: error(first[name].cpu().double(), truth[name]).norm for name in first}
     wrong = []
     for name, off in errors.items():
-        bound = check.bound_of(name)
+        bound = case.bound_of(name)
         if not off <= bound:
             wrong.append(f"{name} has error {off:.1e}, expected at most {bound:.0e}")
     same = all(same_bits(first[name], second[name]) for name in first)

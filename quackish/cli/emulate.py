@@ -20,24 +20,23 @@ import torch
 from torch import Tensor
 
 import quackish
-from quackish.argument_types import one_of
-from quackish.cli import operations
-from quackish.cli.check import bound_of
+from quackish.cli import call_arguments
+from quackish.cli.console import fill, table_of, text_table
 from quackish.cli.parser import CommandError
-from quackish.console import fill, table_of, text_table
 from quackish.errors import UnsupportedError
 from quackish.gpu import NAMED
-from quackish.operations import OPERATIONS
-from quackish.operations.table import in_fp64
+from quackish.ops.shared.argument_types import one_of
+from quackish.ops.shared.for_tools import Operation, in_fp64, operations
 from quackish.testing.errors import error
 
+OPERATIONS = operations()
 _ENTRIES = tuple(OPERATIONS.values())
 _COMPLETIONS = "late", "at_once"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("op", metavar="OP", choices=OPERATIONS, help=", ".join(OPERATIONS))
-    operations.add_shape_and_options(parser, _ENTRIES)
+    call_arguments.add_shape_and_options(parser, _ENTRIES)
     gpus = {name: name for name in NAMED}
     parser.add_argument("--gpu", type=one_of(gpus), default="h200", help=f"{', '.join(NAMED)} (h200)")
     completion_help = "when asynchronous copies and matrix instructions complete: late (the default) or at_once"
@@ -48,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     op = OPERATIONS[args.op]
-    call_args = operations.arguments_of(args, op, _ENTRIES, torch.device("cpu"))
+    call_args = call_arguments.arguments_of(args, op, _ENTRIES, torch.device("cpu"))
     try:
         from quackish.emulator import Fault, ToolMissing
     except ImportError as why:
@@ -61,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     except Fault as fault:
         print(fault)
         return 1
-    rows = _compared(results, op.call(in_fp64(call_args), "reference"))
+    rows = _compared(op, results, op.call(in_fp64(call_args), "reference"))
     how = f"completion {args.completion}, seed {args.seed}"
     print(fill(f"{args.op} {args.shape} on an emulated {args.gpu}, {how}", indent="  ") + "\n")
     print(text_table(("result", "dtype", "error", "bound", ""), rows, "llrrl"))
@@ -74,11 +73,11 @@ def run(args: argparse.Namespace) -> int:
     return int(any(row[-1] for row in rows))
 
 
-def _compared(results: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> list[tuple[str, ...]]:
+def _compared(op: Operation, results: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> list[tuple[str, ...]]:
     """For each result its norm-wise error and bound; the last cell is empty if it is right."""
     rows: list[tuple[str, ...]] = []
     for name, got in results.items():
-        off, bound = error(got.double(), truth[name].double()).norm, bound_of(name)
+        off, bound = error(got.double(), truth[name].double()).norm, op.bound_of(name)
         verdict = "" if off <= bound else "WRONG"
         rows.append((name, str(got.dtype).removeprefix("torch."), f"{off:.1e}", f"{bound:.0e}", verdict))
     return rows

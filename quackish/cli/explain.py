@@ -16,25 +16,25 @@ For linear cross entropy a table shows what each memory_limit selects.
 
 import argparse
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any
 
-from quackish import kernels, launch
-from quackish.argument_types import one_of
-from quackish.cli import operations
-from quackish.cli.dry_run import DryRun, Point, Step, frontier
-from quackish.cli.operations import call_arguments, dry_run_call, select_gpu
-from quackish.configs.choose import Choice
-from quackish.console import fill, progress, table_of, text_table
+from quackish.cli import call_arguments as operations
+from quackish.cli.call_arguments import call_arguments, dry_run_call, select_gpu
+from quackish.cli.console import fill, progress, table_of, text_table
+from quackish.device import launch
+from quackish.device.choose import Choice
+from quackish.device.launch import Resources
+from quackish.device.spec import EMULATED_ONLY
+from quackish.device.work import describe, estimate
 from quackish.gpu import NAMED, Gpu, Roofs, roofs_of
-from quackish.launch import Resources
+from quackish.ops.shared.argument_types import one_of
+from quackish.ops.shared.dry_run import DryRun, Step
 from quackish.profiling import speeds
-from quackish.work import describe, estimate
 
 _SYSTEM_SMEM_BYTES = 1024  # per CTA
 
-_Kernel = tuple[str, Any, Choice]  # a quackish kernel: name, problem, choice
+_Chosen = tuple[Any, Choice]  # a problem, and the config of its kernel
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def text(args: argparse.Namespace) -> str:
-    gpu, why = select_gpu(args.gpu)
+    (gpu, why), operation = select_gpu(args.gpu), operations.CALLS[args.op][0]
     dry = dry_run_call(args, gpu)
     where = f"{gpu.name} ({gpu.target}, {gpu.sm_count} SMs)" if gpu else "a CPU"
     head = [f"{args.op} {args.shape} {args.dtype} on {where}", *[f"GPU: {why}"] * bool(why)]
@@ -60,21 +60,18 @@ def text(args: argparse.Namespace) -> str:
         return _filled([*head, "Path: the portable path, in plain PyTorch", f"Why: {dry.portable}"])
     head += ["Path: quackish's kernels", *(f"{title}: {decision}" for title, decision in dry.plan.items())]
     roofs, notes = roofs_of(gpu), list(dry.notes)
-    if gpu.family in kernels.EMULATED_ONLY:
+    if gpu.family in EMULATED_ONLY:
         notes.append("No Blackwell GPU has run these kernels: they are compiled and emulated. See docs/blackwell.md.")
-    distinct = list(dict.fromkeys((s.kernel, s.problem, s.choice) for s in dry.steps if s.choice is not None))
+    distinct = list(dict.fromkeys((s.problem, s.choice) for s in dry.steps if s.choice is not None))
     usage = [] if args.no_compile else _resource_usage(distinct, gpu, notes)
     notes += dict.fromkeys(f"{s.kernel}: {s.work.note}." for s in dry.steps if s.work.note)
     parts = [_launch_table(dry.steps, distinct, roofs), _kernel_list(distinct, gpu)]
     if usage:
         parts.append(_resource_table(distinct, usage, gpu))
     parts.append(_memory_table(dry))
-    if args.op == "linear_cross_entropy":
-        parts.append(_limit_table(frontier(call_arguments(args), gpu), not args.no_grad))
-        if not args.no_grad:
-            notes.append(
-                "Expected times: expected_time in quackish/configs/linear_cross_entropy.py, all gradients, bf16."
-            )
+    if operation.explain is not None:
+        tables, more_notes = operation.explain(call_arguments(args), gpu)
+        parts, notes = parts + tables, notes + more_notes
     return "\n\n".join([_filled(head), *parts, _filled([_roofs(roofs, gpu), *notes])])
 
 
@@ -82,14 +79,14 @@ def _filled(lines: Sequence[str]) -> str:
     return "\n".join(fill(line, indent="  ") for line in lines)
 
 
-def _resource_usage(distinct: list[_Kernel], gpu: Gpu, notes: list[str]) -> list[Resources]:
+def _resource_usage(distinct: list[_Chosen], gpu: Gpu, notes: list[str]) -> list[Resources]:
     """The resources of each kernel; empty, with a note, if they cannot be read."""
     usage: list[Resources] = []
     show = progress(len(distinct))
     try:
-        for name, problem, choice in distinct:
+        for problem, choice in distinct:
             show(len(usage), "compiling kernels")
-            kernel = kernels.find(name, gpu)
+            kernel = problem.spec.kernel_class(gpu)
             usage.append(launch.resources(kernel, problem, choice.config, gpu.target))
     except (FileNotFoundError, ModuleNotFoundError) as error:
         why = "nvidia-cutlass-dsl, the compiler, is not installed." if isinstance(error, ImportError) else error
@@ -98,7 +95,7 @@ def _resource_usage(distinct: list[_Kernel], gpu: Gpu, notes: list[str]) -> list
     return usage
 
 
-def _launch_table(steps: list[Step], distinct: list[_Kernel], roofs: Roofs | None) -> str:
+def _launch_table(steps: list[Step], distinct: list[_Chosen], roofs: Roofs | None) -> str:
     """Numbers and sizes of each launch. Equal launches share a row, in the order of their first launch."""
     equal: dict[tuple, list[Step]] = {}
     for step in steps:
@@ -110,7 +107,7 @@ def _launch_table(steps: list[Step], distinct: list[_Kernel], roofs: Roofs | Non
         for group in groups:
             step, calls = group[0], sum(step.calls for step in group)
             is_ours = step.choice is not None
-            number = f"[{distinct.index((step.kernel, step.problem, step.choice)) + 1}] " if is_ours else ""
+            number = f"[{distinct.index((step.problem, step.choice)) + 1}] " if is_ours else ""
             row: dict[str, Any] = {"launch": number + step.kernel}
             row |= {"read": step.work.bytes_read, "written": step.work.bytes_written, "FLOPs": step.work.flops}
             if roofs is not None:
@@ -126,23 +123,25 @@ def _launch_table(steps: list[Step], distinct: list[_Kernel], roofs: Roofs | Non
     return table_of(rows + [total] * (len(steps) > 1), formats)
 
 
-def _kernel_list(distinct: list[_Kernel], gpu: Gpu) -> str:
+def _kernel_list(distinct: list[_Chosen], gpu: Gpu) -> str:
     """Problem and config of each kernel, then the reasons for the configs."""
     lines: list[str] = []
     numbers: dict[str, list[str]] = {}
-    for i, (name, problem, choice) in enumerate(distinct, 1):
+    for i, (problem, choice) in enumerate(distinct, 1):
         config = " ".join(f"{name}={value}" for name, value in vars(choice.config).items())
-        kernel = f"[{i}] {name}, class {kernels.find(name, gpu).__name__}: {describe(problem, {})}"
+        spec = problem.spec
+        kernel = f"[{i}] {spec.name}, class {spec.kernel_class(gpu).__name__}: {describe(problem, {})}"
         lines += [fill(kernel, indent="    "), fill(config, "    ")]
         numbers.setdefault(f"{choice.source}: {choice.reason}", []).append(f"[{i}]")
     reasons = [fill(f"{' '.join(numbered)} {reason}", indent="    ") for reason, numbered in numbers.items()]
     return "\n".join(lines + reasons)
 
 
-def _resource_table(distinct: list[_Kernel], usage: list[Resources], gpu: Gpu) -> str:
+def _resource_table(distinct: list[_Chosen], usage: list[Resources], gpu: Gpu) -> str:
     rows, spills = [], []
-    for i, ((name, _, choice), used) in enumerate(zip(distinct, usage, strict=True), 1):
+    for i, ((problem, choice), used) in enumerate(zip(distinct, usage, strict=True), 1):
         count, limit = _ctas_per_sm(used, choice.config, gpu)
+        name = problem.spec.name
         row = {"kernel": f"[{i}] {name}", "registers": used.registers, "shared B": used.smem_bytes}
         row |= {"threads": used.threads or choice.config.threads, "CTAs/SM": count, "limited by": limit}
         rows.append(row)
@@ -175,21 +174,6 @@ def _memory_table(dry: DryRun) -> str:
     if small := dry.peak_bytes - sum(buffer.bytes for buffer in large):
         rows.append([_bytes(small), "smaller buffers"])
     return text_table([_bytes(dry.peak_bytes), "peak memory, without the inputs"], rows, "rl")
-
-
-def _limit_table(points: list[Point], grad: bool) -> str:
-    """What each memory limit selects."""
-    limit, time = "memory_limit from MB", "expected time / 3 GEMMs"
-    rows = [
-        {
-            limit: math.ceil(point.bytes / 1e5) / 10,  # rounded up, so that this limit is enough
-            "schedule": point.config.schedule,
-            "chunk rows": point.rows,
-            time: point.time,
-        }
-        for point in points
-    ]
-    return table_of(rows, {limit: ",.1f", "schedule": "", "chunk rows": "d"} | ({time: ".2f"} if grad else {}))
 
 
 def _roofs(roofs: Roofs | None, gpu: Gpu) -> str:

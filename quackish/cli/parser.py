@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path, PurePath
 from typing import Any, NoReturn
 
-from quackish import console
-from quackish.argument_types import unknown
-from quackish.files import why_no_output
+from quackish.cli import console
+from quackish.device.files import why_no_output
+from quackish.ops.shared.argument_types import unknown
 
 
 class CommandError(Exception):

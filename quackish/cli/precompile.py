@@ -23,19 +23,19 @@ from pathlib import Path
 
 import torch
 
-from quackish import kernels, launch, toolchain
-from quackish.argument_types import one_of
-from quackish.cli import operations
-from quackish.cli.dry_run import DryRun
+from quackish.cli import call_arguments as operations
+from quackish.cli.console import fill
 from quackish.cli.parser import CommandError, Parser, positive
-from quackish.console import fill
+from quackish.device import cache, launch, toolchain, upkeep
+from quackish.device import compile_jobs as parallel
+from quackish.device.compile_jobs import Outcome
+from quackish.device.work import describe
 from quackish.errors import UnsupportedError
-from quackish.gpu import NAMED, Gpu
-from quackish.launch import cache, parallel, upkeep
-from quackish.launch.parallel import Outcome
-from quackish.work import describe
+from quackish.gpu import FAMILIES, NAMED, Gpu
+from quackish.ops.shared.argument_types import one_of
+from quackish.ops.shared.dry_run import DryRun
 
-_GPUS = [name for name, gpu in NAMED.items() if gpu.family in kernels.FAMILIES]
+_GPUS = [name for name, gpu in NAMED.items() if gpu.family in FAMILIES]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -146,8 +146,7 @@ def requests_of(op: str, shape: str, gpu: str) -> list[launch.Request]:
 def _requests_of(dry: DryRun, gpu: Gpu) -> Iterator[launch.Request]:
     for step in dry.steps:
         if step.choice is not None:  # else PyTorch launches it
-            kernel = kernels.find(step.kernel, gpu)
-            yield launch.Request(kernel, step.problem, step.choice.config, gpu.target)
+            yield launch.Request(step.problem.spec.kernel_class(gpu), step.problem, step.choice.config, gpu.target)
 
 
 def _gpus(text: str) -> list[str]:

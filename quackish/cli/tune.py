@@ -23,30 +23,28 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quackish import toolchain
-from quackish.cli import operations
+from quackish.cli import call_arguments as operations
+from quackish.cli.console import fill, progress, text_table
 from quackish.cli.parser import CommandError, positive
-from quackish.configs import choose, table
-from quackish.configs.choose import name_of
-from quackish.console import fill, progress, text_table
+from quackish.device import choose, toolchain
+from quackish.device import tuned as table
+from quackish.device.files import why_no_output
+from quackish.device.work import describe
 from quackish.errors import UnsupportedError
-from quackish.files import why_no_output
 from quackish.gpu import Gpu, gpu_of
 from quackish.tune import cases, search
-from quackish.tune.candidates import SPACES, candidates
-from quackish.work import describe, work
+from quackish.tune.candidates import candidates
 
 
 class Problem(NamedTuple):
-    kernel: str
     problem: Any
     sizes: list[dict[str, int]]  # one per shape, the least work first
 
     def __str__(self) -> str:
-        return f"{name_of(self.kernel, self.problem)}: {describe(self.problem, {})}"
+        return f"{self.problem.spec.name_of(self.problem)}: {describe(self.problem, {})}"
 
     def cost(self, sizes: dict[str, int]) -> int:
-        launch_work = work(self.kernel, self.problem, sizes)
+        launch_work = self.problem.spec.work(self.problem, sizes)
         return launch_work.bytes + launch_work.flops
 
 
@@ -70,19 +68,22 @@ def run(args: argparse.Namespace) -> int:
 
 def plan(args: argparse.Namespace, gpu: Gpu) -> list[Problem]:
     """The tunable problems of all shapes. Raises CommandError for an invalid argument."""
-    problems: dict[tuple[str, Any], Problem] = {}
+    problems: dict[Any, Problem] = {}
     for shape in dict.fromkeys(shape for words in args.shapes for shape in words.split(",") if shape):
         dry = operations.dry_run_call(argparse.Namespace(**vars(args), shape=shape), gpu)
         if dry.portable is not None:
             raise CommandError(f"there is nothing to tune: {dry.portable}")
-        largest: dict[tuple[str, Any], dict[str, int]] = {}  # the largest sizes of each problem for this shape
+        largest: dict[Any, dict[str, int]] = {}  # the largest sizes of each problem for this shape
         for step in dry.steps:
             # Kernels with recompute_flagged return at once.
-            if step.kernel not in SPACES or getattr(step.problem, "recompute_flagged", False):
+            if (
+                step.choice is None
+                or not step.problem.spec.is_tunable
+                or getattr(step.problem, "recompute_flagged", False)
+            ):
                 continue
-            key = step.kernel, step.problem
-            problem = problems.setdefault(key, Problem(*key, []))
-            largest[key] = max(largest.get(key, step.sizes), step.sizes, key=problem.cost)
+            problem = problems.setdefault(step.problem, Problem(step.problem, []))
+            largest[step.problem] = max(largest.get(step.problem, step.sizes), step.sizes, key=problem.cost)
         for key, sizes in largest.items():
             problem = problems[key]
             if sizes not in problem.sizes:
@@ -101,13 +102,13 @@ def tune(
         raise CommandError(f"{table.path()} cannot be written: {why}; QUACKISH_CONFIG_DIR names another folder")
     failed = 0
     for problem in problems:
-        configs = candidates(*problem[:2], gpu, max_candidates)
-        unforced = choose.unforced(*problem[:2], gpu).config  # may be further from the analytical choice
+        configs = candidates(problem.problem, gpu, max_candidates)
+        unforced = choose.unforced(problem.problem, gpu).config  # may be further from the analytical choice
         base, *others = configs + [unforced] * (unforced not in configs)
         unspilled = _without_spills(problem, others, gpu, examine)
         print(fill(str(problem), indent="    "))
         print(f"  {len(others)} candidates, {len(unspilled)} without spilled registers", flush=True)
-        shapes = [functools.partial(cases.prepare, *problem[:2], sizes, device) for sizes in problem.sizes]
+        shapes = [functools.partial(cases.prepare, problem.problem, gpu, sizes, device) for sizes in problem.sizes]
         try:
             show = progress(search.num_steps(len(shapes)))
             outcome = search_for([base, *unspilled], shapes, device, show=show)
@@ -123,7 +124,7 @@ def tune(
 def _without_spills(problem: Problem, configs: Sequence[Any], gpu: Gpu, examine: Callable) -> list[Any]:
     unspilled, show = [], progress(len(configs))
     try:
-        for i, (config, fits) in enumerate(zip(configs, examine(*problem[:2], configs, gpu), strict=True), 1):
+        for i, (config, fits) in enumerate(zip(configs, examine(problem.problem, configs, gpu), strict=True), 1):
             unspilled += [config] * fits
             show(i, "compiling candidates")
     except FileNotFoundError as error:
@@ -142,13 +143,13 @@ def _store(problem: Problem, outcome: search.Outcome, gpu: Gpu) -> None:
     gain = f"{100 * (outcome.gain - 1):.1f} % faster than the analytical choice"
     shapes, noise = ", ".join(describe(None, sizes) for sizes in problem.sizes), f"noise {100 * outcome.noise:.1f} %"
     measured = f"{gain} at {shapes} ({time.strftime('%Y-%m-%d')}, {noise})"
-    row = table.make_row(*problem[:2], gpu, outcome.config, measured)
+    row = table.make_row(problem.problem, gpu, outcome.config, measured)
     try:
         if outcome.why:
             removed = table.put(row, keep=False)
             print(fill(f"The analytical choice stays: {outcome.why}.{' Its row is removed.' * removed}", "  ") + "\n")
         else:
-            print(fill(_changes(outcome.config, choose.analytical(*problem[:2], gpu).config), "  ", "    "))
+            print(fill(_changes(outcome.config, choose.analytical(problem.problem, gpu).config), "  ", "    "))
             print(fill(f"{gain}, {noise}.", "  "))
             table.put(row)
             print(fill(f"Written to {table.path()}.", "  ") + "\n")

@@ -18,13 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quackish import kernels, launch
+from quackish.device import compile_jobs as parallel
+from quackish.device import launch
+from quackish.device.compile import Request, lock, obtain
 from quackish.gpu import Gpu
-from quackish.launch import parallel
-from quackish.launch.compile import Request, lock, obtain
 from quackish.testing.errors import error, same_bits
 from quackish.testing.timing import interleave
-from quackish.tune.cases import Build, Run
+from quackish.tune.cases import Build
+from quackish.tune.data import Run
 
 # (rounds, calls per round, number of configs kept) of each heat; then the last rounds
 HEATS = ((1, 5, 16), (3, 10, 3))
@@ -167,7 +168,7 @@ def differs(got: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> 
     return None
 
 
-def examine(kernel: str, problem: Any, configs: Sequence[Any], gpu: Gpu) -> Iterator[bool]:
+def examine(problem: Any, configs: Sequence[Any], gpu: Gpu) -> Iterator[bool]:
     """True for each config that compiles without spilling registers. Takes about a second per config, on all cores.
 
     Kernels of those configs are also stored in the cache. Raises FileNotFoundError without cuobjdump.
@@ -176,12 +177,12 @@ def examine(kernel: str, problem: Any, configs: Sequence[Any], gpu: Gpu) -> Iter
     context = multiprocessing.get_context("spawn")  # CUDA and the compiler do not survive a fork
     with concurrent.futures.ProcessPoolExecutor(processes, mp_context=context) as pool:
         with parallel.defer_interrupts():  # starts the processes
-            fitting = pool.map(functools.partial(fits, kernel, problem, gpu=gpu), configs)
+            fitting = pool.map(functools.partial(fits, problem, gpu=gpu), configs)
         yield from fitting
 
 
-def fits(kernel: str, problem: Any, config: Any, gpu: Gpu) -> bool:
-    request = Request(kernels.find(kernel, gpu), problem, config, gpu.target)  # a dry run chose it
+def fits(problem: Any, config: Any, gpu: Gpu) -> bool:
+    request = Request(problem.spec.kernel_class(gpu), problem, config, gpu.target)
     try:
         used = launch.resources(*request)
         if used.stack_bytes or used.local_loads or used.local_stores:

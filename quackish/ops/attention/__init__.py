@@ -5,7 +5,3 @@ checks.py        checks of the arguments; flattens batch dimensions
 autograd.py      custom operators and their gradients, written in the steps of `reference/attention.py`
 kernel_steps.py  the same steps with kernels
 """
-
-from quackish.ops.attention.api import scaled_dot_product_attention
-
-__all__ = ["scaled_dot_product_attention"]

@@ -5,11 +5,11 @@ from typing import Literal, overload
 from torch import Tensor
 from torch.nn import functional
 
+from quackish.device.kernel_device import refuse_portable
+from quackish.device.modes import is_transformed
 from quackish.errors import UnsupportedError
 from quackish.ops.attention.autograd import attention
 from quackish.ops.attention.checks import WHO, check, is_causal_bias
-from quackish.ops.device import refuse_portable
-from quackish.ops.modes import is_transformed
 from quackish.types import Backend
 
 Window = tuple[int | None, int | None]

@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quackish.ops.attention import kernel_steps
-from quackish.ops.attention.checks import WHO
-from quackish.ops.device import (
+from quackish.device.kernel_device import (
     as_current,
     check_same_device,
     device_of,
@@ -23,9 +21,11 @@ from quackish.ops.device import (
     require_device,
     why_unsupported,
 )
-from quackish.ops.modes import add_flop_formulas, are_plain, as_plain, check_memory, is_plain, without_autocast
-from quackish.reference import attention as reference
-from quackish.reference.attention import Inputs, Options, strides_like
+from quackish.device.modes import add_flop_formulas, are_plain, as_plain, check_memory, is_plain, without_autocast
+from quackish.ops.attention import kernel_steps, reference
+from quackish.ops.attention.checks import WHO
+from quackish.ops.attention.problems import FORWARD_SPEC
+from quackish.ops.attention.reference import Inputs, Options, strides_like
 
 Steps = ModuleType | kernel_steps.AttentionSteps
 
@@ -35,7 +35,7 @@ def _steps_for(inputs: Inputs, backend: str, need_dbias: bool = False) -> Steps:
     q, k = inputs.q, inputs.k
     if backend == "reference" or q.numel() == 0 or k.numel() == 0 or inputs.v.numel() == 0:
         return reference
-    why = why_unsupported(WHO, "attention_fwd", q.device)
+    why = why_unsupported(WHO, FORWARD_SPEC, q.device)
     if not why:
         reason = kernel_steps.why_unsupported(inputs, need_dbias)
         why = reason and f'{WHO}: no kernel for {reason}. backend="auto" runs the portable path.'

@@ -5,12 +5,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from quackish.device.modes import are_plain, autocast_dtype
 from quackish.errors import UnsupportedError, check_bool, describe
-from quackish.ops.arguments import check_backend, check_number, check_tensor
-from quackish.ops.modes import are_plain, autocast_dtype
-from quackish.reference.attention import Inputs, Options
+from quackish.ops.attention.problems import WHO
+from quackish.ops.attention.reference import Inputs, Options
+from quackish.ops.shared.arguments import check_backend, check_number, check_tensor
 
-WHO = "scaled_dot_product_attention"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 

@@ -12,8 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quackish.configs import choose
-from quackish.configs.attention import (
+from quackish.device import choose
+from quackish.device.cuda import address, dtype_name, name_of
+from quackish.device.kernel_device import KernelDevice
+from quackish.once import once
+from quackish.ops.attention.problems import (
     BLOCK,
     MAX_D,
     MIXED,
@@ -39,24 +42,11 @@ from quackish.configs.attention import (
     Strided,
     bias_parts,
 )
-from quackish.once import once
-from quackish.ops.cuda import address, dtype_name, name_of
-from quackish.ops.device import Device
-from quackish.reference.attention import Inputs, Options, strides_like
+from quackish.ops.attention.reference import Inputs, Options, strides_like
 
 Problem = AttentionProblem | AttentionMaskProblem | AttentionOrderProblem | AttentionRowsProblem
 
 _UNBOUNDED = 1 << 30
-_KERNELS = {
-    AttentionMaskProblem: "attention_mask",
-    AttentionOrderProblem: "attention_order",
-    AttentionForwardProblem: "attention_fwd",
-    AttentionRowsProblem: "attention_bwd_rows",
-    AttentionKeysProblem: "attention_bwd_keys",
-    AttentionQueriesProblem: "attention_bwd_queries",
-    AttentionProductProblem: "attention_bwd_product",
-    AttentionBiasProblem: "attention_bwd_bias",
-}
 
 
 def why_unsupported(inputs: Inputs, need_dbias: bool = False) -> str:
@@ -86,7 +76,7 @@ class AttentionSteps:
     Both also have `plan`, the result of the method of this name, which forward keeps for backward.
     """
 
-    def __init__(self, device: Device):
+    def __init__(self, device: KernelDevice):
         self.device, self.stream, self.empty = device, device.stream, device.empty
         self._kernel = functools.lru_cache(maxsize=1024)(self._find_kernel)
 
@@ -207,7 +197,7 @@ class AttentionSteps:
         self._kernel(choose.epoch, problem)(args, self.stream())
 
     def _find_kernel(self, epoch: int, problem: Problem) -> Callable[..., None]:
-        return self.device.kernel_for(_KERNELS[type(problem)], problem, self.device.gpu).launch
+        return self.device.kernel_for(problem, self.device.gpu).launch
 
 
 @functools.lru_cache(maxsize=4096)
@@ -215,7 +205,7 @@ def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
-def steps_of(device: Device) -> AttentionSteps:
+def steps_of(device: KernelDevice) -> AttentionSteps:
     """The steps that the calls on a device share."""
     return once(device.cache, "attention", AttentionSteps, device)
 

@@ -6,12 +6,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 import torch
 from torch import Tensor, nn
 
-from quackish.configs import choose
-from quackish.configs.linear_cross_entropy import config_of
+from quackish.device import choose
+from quackish.device.kernel_device import expects_kernels, refuse_portable, report_portable, why_unsupported
+from quackish.device.modes import are_plain, autocast_dtype, is_compiling, is_plain, is_transformed
 from quackish.errors import UnsupportedError, check_bool
-from quackish.ops.arguments import check_sizes, check_tensor
-from quackish.ops.buffers import check_buffer
-from quackish.ops.device import expects_kernels, refuse_portable, report_portable, why_unsupported
 from quackish.ops.linear_cross_entropy import autograd, memory, operators, portable
 from quackish.ops.linear_cross_entropy.calls import Plan
 from quackish.ops.linear_cross_entropy.checks import (
@@ -25,10 +23,13 @@ from quackish.ops.linear_cross_entropy.checks import (
     refuse_grad,
     resolve_compute_dtype,
 )
+from quackish.ops.linear_cross_entropy.gemm_problems import GEMM_SPEC
 from quackish.ops.linear_cross_entropy.launches import LceKernels
+from quackish.ops.linear_cross_entropy.layout import config_of
+from quackish.ops.linear_cross_entropy.reference import LinearCrossEntropyStats
 from quackish.ops.linear_cross_entropy.warm_up import prepare
-from quackish.ops.modes import are_plain, autocast_dtype, is_compiling, is_plain, is_transformed
-from quackish.reference.linear_cross_entropy import LinearCrossEntropyStats
+from quackish.ops.shared.arguments import check_sizes, check_tensor
+from quackish.ops.shared.buffers import check_buffer
 from quackish.types import Backend, Device, LinearCrossEntropyOptions, LossCallOptions, Reduction, Schedule
 
 if TYPE_CHECKING:
@@ -323,7 +324,7 @@ def make_plan(inputs: Inputs, options: Options, eager: bool = False) -> Plan:
     compute_dtype = resolve_compute_dtype(inputs)
     why_portable = ""
     if m > 0 and backend != "reference":  # without rows, the portable path is enough
-        why_portable = why_unsupported("linear_cross_entropy", "lce_gemm", device)
+        why_portable = why_unsupported("linear_cross_entropy", GEMM_SPEC, device)
         why_portable = why_portable or _not_covered(compute_dtype, h) or None
     if why_portable:
         refuse_portable(why_portable, device, backend)

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quackish.configs.arguments import by_name
-from quackish.configs.gemm import NUM_TICKETS
+from quackish.device.arguments import by_name
+from quackish.device.cuda import dtype_of
+from quackish.device.kernel_device import KernelDevice, check_same_device, device_of, require_device
+from quackish.device.modes import as_plain, check_memory
+from quackish.kernels.gemm.problem import NUM_TICKETS
 from quackish.once import once
-from quackish.ops.cuda import dtype_of
-from quackish.ops.device import Device, check_same_device, device_of, require_device
 from quackish.ops.linear_cross_entropy import schedules
 from quackish.ops.linear_cross_entropy.buffers import RowState, padded_matrix
 from quackish.ops.linear_cross_entropy.calls import (
@@ -28,16 +29,15 @@ from quackish.ops.linear_cross_entropy.calls import (
 )
 from quackish.ops.linear_cross_entropy.checks import Inputs
 from quackish.ops.linear_cross_entropy.launches import LceKernels
+from quackish.ops.linear_cross_entropy.reference import accumulate_dtype
 from quackish.ops.linear_cross_entropy.schedules import grads_in_forward, scale_grads
-from quackish.ops.modes import as_plain, check_memory
-from quackish.reference.linear_cross_entropy import accumulate_dtype
 
 NO_SECOND_DERIVATIVES = "linear_cross_entropy: create_graph=True (double backward) is not supported"
 _NO_RESULT, _NO_GRADS = ForwardResult(None), GradOutputs()
 _GRAD_NAMES = [f"grad_{name}" for name in GradOutputs._fields]
 
 
-def kernels_of(device: Device) -> LceKernels:
+def kernels_of(device: KernelDevice) -> LceKernels:
     """The kernels that the calls on a device share."""
     return once(device.cache, "linear_cross_entropy", LceKernels, device)
 
@@ -215,7 +215,7 @@ def of_all_inputs(ctx, grads: tuple) -> tuple[Tensor | None, ...]:
     return *grads, *(None,) * (len(ctx.needs_input_grad) - len(grads))
 
 
-def writable_exp_logits(device: Device, saved: Tensor | None, grad_outputs: GradOutputs) -> Tensor | None:
+def writable_exp_logits(device: KernelDevice, saved: Tensor | None, grad_outputs: GradOutputs) -> Tensor | None:
     """exp_logits that backward may overwrite: a copy of `saved` if the graph is retained or autograd is not running.
 
     None if backward recomputes the logits.

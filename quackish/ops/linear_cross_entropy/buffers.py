@@ -6,17 +6,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quackish.configs import row_state
-from quackish.configs.arguments import by_name
-from quackish.configs.lce_rows import ExpLogitsArgs
-from quackish.configs.row_state import RowStateParts
-from quackish.ops.cuda import address
-from quackish.ops.device import Device
+from quackish.device.arguments import by_name
+from quackish.device.cuda import address
+from quackish.device.kernel_device import KernelDevice
+from quackish.ops.linear_cross_entropy import row_state
+from quackish.ops.linear_cross_entropy.row_problems import ExpLogitsArgs
+from quackish.ops.linear_cross_entropy.row_state import RowStateParts
 
 I32, F32 = torch.int32, torch.float32
 
 
-def padded_matrix(device: Device, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+def padded_matrix(device: KernelDevice, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     """A matrix whose rows are aligned to 128 bytes."""
     if columns % 8:  # kernels read 16 bytes at a time: the last row needs allocated padding
         return padded_matrix(device, rows, -(-columns // 8) * 8, dtype)[:, :columns]
@@ -82,7 +82,7 @@ class RowState(NamedTuple):
     parts: RowStateParts
 
     @classmethod
-    def new(cls, device: Device, m: int, return_stats: bool = False) -> "RowState":
+    def new(cls, device: KernelDevice, m: int, return_stats: bool = False) -> "RowState":
         """Uninitialized state for m rows."""
         return cls.from_memory(device.vector(row_state.size(m, return_stats), I32), m)
 

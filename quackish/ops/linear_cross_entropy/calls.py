@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quackish.ops.device import Device
+from quackish.device.kernel_device import KernelDevice
 from quackish.ops.linear_cross_entropy.buffers import ExpLogits, RowState
 
 
@@ -76,7 +76,7 @@ class Call(NamedTuple):
     """Arguments shared by all launches of a forward or a backward pass."""
 
     kernels: Any  # LceKernels, whose module imports this one
-    device: Device  # of the kernels
+    device: KernelDevice  # of the kernels
     plan: Plan
     state: RowState  # filled by forward, read by backward
     m: int

@@ -5,10 +5,10 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from quackish.configs.arguments import by_name
+from quackish.device.arguments import by_name
+from quackish.device.modes import autocast_dtype
 from quackish.errors import describe, did_you_mean
-from quackish.ops.arguments import check_tensor
-from quackish.ops.modes import autocast_dtype
+from quackish.ops.shared.arguments import check_tensor
 from quackish.types import Backend, Reduction, Schedule
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

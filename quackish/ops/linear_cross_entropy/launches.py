@@ -14,9 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quackish.configs import choose
-from quackish.configs.arguments import by_name
-from quackish.configs.gemm import (
+from quackish.device import choose, cuda
+from quackish.device.arguments import by_name
+from quackish.device.cuda import address, dtype_of
+from quackish.device.kernel_device import KernelDevice
+from quackish.device.kernel_for import CompiledKernel
+from quackish.kernels.gemm.problem import (
     NUM_TICKETS,
     SOFTMAX_TILE_N,
     DlogitsArgs,
@@ -30,13 +33,9 @@ from quackish.configs.gemm import (
     splits_dw_tail,
     splits_tails,
 )
-from quackish.configs.lce_rows import CompactArgs, ScaleArgs
-from quackish.ops import cuda
-from quackish.ops.cuda import address, dtype_of
-from quackish.ops.device import Device
-from quackish.ops.kernel_for import Kernel
 from quackish.ops.linear_cross_entropy.buffers import F32, ExpLogits, RowState
 from quackish.ops.linear_cross_entropy.calls import ProblemFields
+from quackish.ops.linear_cross_entropy.row_problems import CompactArgs, LceCompactProblem, LceScaleProblem, ScaleArgs
 
 # Loops ----------------------------------------------------------------------------------------------------------------
 
@@ -88,30 +87,32 @@ class LceKernels:
     Sums include live rows only: chunk rows [0, num_live - start), where num_live is on the device.
     """
 
-    def __init__(self, device: Device, loop: Loop = iter):
+    def __init__(self, device: KernelDevice, loop: Loop = iter):
         """loop: the iterations of a loop that are run; a dry run needs only its `representatives`."""
         self.device, self.gpu, self.stream, self.loop = device, device.gpu, device.stream, loop
         # the epoch of tuned configs, and the kernels chosen in it
-        self._kernels: tuple[int, dict[tuple, Kernel]] = choose.epoch, {}
+        self._kernels: tuple[int, dict[tuple, CompiledKernel]] = choose.epoch, {}
 
-    def kernel(self, name: str, shared: Any, fields: dict[str, Any]) -> Kernel:
-        """The kernel for the problem with these fields, which override `shared`. torch dtypes become their names."""
+    def kernel(self, kind: type, shared: Any, fields: dict[str, Any]) -> CompiledKernel:
+        """The kernel for the problem of class `kind` with these fields, which override `shared`.
+
+        torch dtypes become their names.
+        """
         epoch, kernels = self._kernels
         if epoch != choose.epoch:
             _, kernels = self._kernels = choose.epoch, {}
-        key = name, shared, *fields, *fields.values()
+        key = kind, shared, *fields, *fields.values()
         kernel = kernels.get(key)
         if kernel is None:  # if the epoch changes now, this dictionary is dropped
-            problem_class = GemmProblem if name == "lce_gemm" else choose.FIXED[name][0]
             if shared is not None:
-                names = {field.name for field in dataclasses.fields(problem_class)}
+                names = {field.name for field in dataclasses.fields(kind)}
                 fields = {name: value for name, value in shared._asdict().items() if name in names} | fields
             fields = {name: cuda.name_of(f) if isinstance(f, torch.dtype) else f for name, f in fields.items()}
-            kernel = kernels[key] = self.device.kernel_for(name, problem_class(**fields), self.gpu)
+            kernel = kernels[key] = self.device.kernel_for(kind(**fields), self.gpu)
         return kernel
 
-    def launch(self, args: tuple, name: str, shared: Any = None, **fields: Any) -> None:
-        self.kernel(name, shared, fields).launch(args, self.stream())
+    def launch(self, args: tuple, kind: type, shared: Any = None, **fields: Any) -> None:
+        self.kernel(kind, shared, fields).launch(args, self.stream())
 
     def ranges(self, n: int, size: int) -> Iterator[tuple[int, int]]:
         """(start, size) of consecutive ranges that cover range(n); only the last may be smaller than `size`."""
@@ -138,7 +139,11 @@ class LceKernels:
             num_items_at=address(items_tensor), num_items=items, ignore_index=ignore_index, v=v, m=state.m,
         )  # fmt: skip
         self.launch(
-            args, "lce_compact", target_dtype=target.dtype, class_weight_dtype=dtype_of(class_weight), divisor=divisor
+            args,
+            LceCompactProblem,
+            target_dtype=target.dtype,
+            class_weight_dtype=dtype_of(class_weight),
+            divisor=divisor,
         )
 
     def scale(self, out: Tensor, factor: Tensor, out2: Tensor | None = None) -> None:
@@ -146,7 +151,7 @@ class LceKernels:
         n, n2 = out.numel(), 0 if out2 is None else out2.numel()
         if n + n2 == 0:
             return
-        kernel = self.kernel("lce_scale", None, {"dtype": out.dtype})
+        kernel = self.kernel(LceScaleProblem, None, {"dtype": out.dtype})
         num_ctas = kernel.config.num_ctas(max(n, n2) * out.itemsize, self.gpu.sm_count)
         args = by_name(ScaleArgs)(
             out=out.data_ptr(), out2=(out if out2 is None else out2).data_ptr(), factor=factor.data_ptr(), n=n, n2=n2,
@@ -173,12 +178,12 @@ class LceKernels:
         fields = dict(
             epilogue="softmax", out_dtype=dtype_of(out.first), d_in_two=out.second is not None, recompute_flagged=False
         )  # fmt: skip
-        kernel = self.kernel("lce_gemm", shared, fields)
+        kernel = self.kernel(GemmProblem, shared, fields)
         args = self._multiply(
             kernel, live_x, w, out.first, rows, v, h, state, start, epilogue, second=out.second, split=out.split
         )
         fields["recompute_flagged"] = True
-        kernel = self.kernel("lce_gemm", shared, fields)
+        kernel = self.kernel(GemmProblem, shared, fields)
         clusters = kernel.config.max_clusters(self.gpu.sm_count)
         args = args if clusters == args.max_clusters else args._replace(max_clusters=clusters)
         kernel.launch(args, self.stream())
@@ -188,7 +193,7 @@ class LceKernels:
         start: int,
     ) -> None:  # fmt: skip
         """out (rows, n) = dlogits of the n classes of w: see kernels/common/epilogue_dlogits.py."""
-        kernel = self.kernel("lce_gemm", shared, dict(
+        kernel = self.kernel(GemmProblem, shared, dict(
             epilogue="dlogits", out_dtype=out.dtype, return_stats=False,
             entropy=epilogue.coef_entropy is not None,
         ))  # fmt: skip
@@ -212,7 +217,7 @@ class LceKernels:
         last wave along the classes, which takes 17 MB of scratch, or 69 MB for deep tiles.
         """
         split_tail = split_tail and splits_tails(self.gpu)
-        kernel = self.kernel("lce_gemm", _DX if epilogue is None else _DX_TO_ROWS, dict(
+        kernel = self.kernel(GemmProblem, _DX if epilogue is None else _DX_TO_ROWS, dict(
             dtype=e.first.dtype, out_dtype=out.dtype, a_in_two=e.second is not None, accumulate=accumulate,
             split_k_tail=split_tail,
         ))  # fmt: skip
@@ -237,7 +242,7 @@ class LceKernels:
         """out = (+= with `accumulate`) factor * e.T @ scaled_x. `residual` keeps what rounding out drops."""
         (rows, h), n = scaled_x.shape, e.shape[1]
         split_tail = split_tail and splits_dw_tail(n, h, self.gpu)
-        kernel = self.kernel("lce_gemm", _DW, dict(
+        kernel = self.kernel(GemmProblem, _DW, dict(
             dtype=e.dtype, out_dtype=out.dtype, accumulate=accumulate, split_k_tail=split_tail,
             scaled=factor is not None, rounding_residual=residual is not None,
         ))  # fmt: skip
@@ -245,7 +250,7 @@ class LceKernels:
         self._multiply(kernel, e, scaled_x, out, n, h, rows, state, start, epilogue, split_tail)
 
     def _multiply(
-        self, kernel: Kernel, a: Tensor, b: Tensor, d: Tensor | None, m: int, n: int, k: int, state: RowState,
+        self, kernel: CompiledKernel, a: Tensor, b: Tensor, d: Tensor | None, m: int, n: int, k: int, state: RowState,
         start: int, epilogue: tuple | None, split_tail: bool = False, *, second: Tensor | None = None, split: int = 0,
     ) -> GemmArgs:  # fmt: skip
         """Launches a GEMM. Arguments and result are those of GemmArgs."""

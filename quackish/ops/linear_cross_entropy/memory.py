@@ -12,26 +12,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from quackish.configs.choose import choose
-from quackish.configs.linear_cross_entropy import LinearCrossEntropyConfig, LinearCrossEntropyProblem, by_speed
+from quackish.device import cuda
+from quackish.device.choose import choose
+from quackish.device.kernel_device import KernelDevice, empty_on
+from quackish.device.kernel_for import CompiledKernel
+from quackish.device.modes import is_compiling
 from quackish.gpu import Gpu
-from quackish.ops import cuda
-from quackish.ops.device import Device, empty_on
-from quackish.ops.kernel_for import Kernel
 from quackish.ops.linear_cross_entropy import autograd, operators
 from quackish.ops.linear_cross_entropy.calls import GradOutputs, Grads, Plan
 from quackish.ops.linear_cross_entropy.checks import Inputs
 from quackish.ops.linear_cross_entropy.launches import LceKernels, representatives
-from quackish.ops.modes import is_compiling
-
-META = torch.device("meta")
-# PyTorch's caching allocator rounds up to multiples of 512 bytes, and above 1 MiB adds up to 1 MiB more.
-BLOCK, LARGE = 512, 1 << 20
-SORT_BYTES = 24  # scratch of torch.sort per element: indices and CUB's temporary storage
+from quackish.ops.linear_cross_entropy.layout import LinearCrossEntropyConfig, LinearCrossEntropyProblem, by_speed
+from quackish.ops.shared.memory_counter import META, LimitExceeded, MemoryCounter
 
 
 class Metadata(NamedTuple):
@@ -121,7 +114,7 @@ def _choose(memory_limit: int, request: Request, schedule: str, chunk_size: int 
     for config in candidates(request, schedule, chunk_size):
         try:
             MemoryDryRun(request, config, gpu, memory_limit).run()
-        except _LimitExceeded:
+        except LimitExceeded:
             continue
         return tuple(config)
     *_, (config, bytes_needed) = frontier(request, schedule, chunk_size, gpu)
@@ -157,74 +150,20 @@ def candidates(request: Request, schedule: str, chunk_size: int | None) -> list[
 # Dry runs -------------------------------------------------------------------------------------------------------------
 
 
-class Allocation(NamedTuple):
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    bytes: int
-
-
-class _LimitExceeded(Exception):
-    pass
-
-
-class MemoryCounter(TorchDispatchMode):
-    """Counts the memory that operations on meta tensors would allocate."""
-
-    def __init__(self):
-        super().__init__()
-        self.ignored: set[int] = set()  # storages that are not counted
-        self.held: dict[int, tuple[StorageWeakRef, Allocation]] = {}
-        self.peak, self.at_peak, self.limit = 0, [], math.inf
-        self.calls = 1  # how often the current launch is repeated
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        # with `out`, the result exists already and nothing reads its values: skip the operation
-        result = kwargs["out"] if "out" in kwargs else func(*args, **kwargs)
-        self.record_call(func, args, result)
-        self.count(tensors_of(result), SORT_BYTES * args[0].numel() if func.overloadpacket.__name__ == "sort" else 0)
-        return result
-
-    def ignore(self, *tensors: Tensor | None) -> None:
-        self.ignored |= {t.untyped_storage()._cdata for t in tensors if t is not None}
-
-    def record_call(self, func, args, result) -> None:
-        """Hook for subclasses."""
-
-    def count(self, results: list[Tensor], scratch: int) -> None:
-        stored = {t.untyped_storage()._cdata: t for t in results}
-        new = [key for key in stored if key not in self.ignored and key not in self.held]
-        if not new and not scratch:
-            return
-        self.held = {key: pair for key, pair in self.held.items() if not pair[0].expired()}
-        for key in new:
-            storage, t = stored[key].untyped_storage(), stored[key]
-            allocation = Allocation(tuple(t.shape), t.dtype, self.allocation_size(storage.nbytes()))
-            self.held[key] = StorageWeakRef(storage), allocation
-        total = sum(held.bytes for _, held in self.held.values()) + scratch
-        if total > self.limit:
-            raise _LimitExceeded
-        if total > self.peak:
-            self.peak, self.at_peak = total, [held for _, held in self.held.values()]
-
-    def allocation_size(self, size: int) -> int:
-        return -(-size // BLOCK) * BLOCK + (LARGE if size > LARGE else 0)
-
-
 class MemoryDryRun(MemoryCounter):
     """Runs forward and backward, with gradients of all outputs and of all inputs that require them."""
 
     def __init__(
         self, request: Request, config: LinearCrossEntropyConfig, gpu: Gpu | None = None, limit: float = math.inf
     ):
-        """limit: bytes in addition to inputs and gradients. `run` raises _LimitExceeded above it."""
+        """limit: bytes in addition to inputs and gradients. `run` raises LimitExceeded above it."""
         super().__init__()
         self.request, self.phase, self.limit = request, "forward", limit
         self.plan = Plan(*request.options).with_config(config)
         self.kernels = None
         if self.plan.why_portable is None:
             gpu = gpu or autograd.kernels_on(request.device).gpu
-            self.kernels = LceKernels(Device(gpu, self.kernel_for, empty_on(META)), self.loop)
+            self.kernels = LceKernels(KernelDevice(gpu, self.kernel_for, empty_on(META)), self.loop)
         self.grad_bytes = 0
         self.forward_grad_bytes = 0  # of the gradients that the forward operator returns
 
@@ -267,8 +206,8 @@ class MemoryDryRun(MemoryCounter):
             yield item
             self.calls //= count
 
-    def kernel_for(self, name: str, problem: Any, gpu: Gpu) -> Kernel:
-        return Kernel(lambda *args: None, choose(name, problem, gpu).config)
+    def kernel_for(self, problem: Any, gpu: Gpu) -> CompiledKernel:
+        return CompiledKernel(lambda *args: None, choose(problem, gpu).config)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in operators.IMPLEMENTATIONS:  # our operators: run them instead of their fake implementations
@@ -288,7 +227,3 @@ class MemoryDryRun(MemoryCounter):
 def _meta_tensor(like: Metadata) -> Tensor:
     t = empty_on(META)(like.shape, like.strides, like.dtype)
     return t.as_strided(like.shape, like.strides, like.offset).requires_grad_(like.requires_grad)
-
-
-def tensors_of(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -10,10 +10,9 @@ from typing import NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
-from quackish.configs import row_state
-from quackish.configs.linear_cross_entropy import rows_kept
-from quackish.ops.device import as_current, check_same_device, device_of, prepare_operator
-from quackish.ops.linear_cross_entropy import portable, schedules
+from quackish.device.kernel_device import as_current, check_same_device, device_of, prepare_operator
+from quackish.device.modes import add_flop_formulas, as_plain
+from quackish.ops.linear_cross_entropy import portable, row_state, schedules
 from quackish.ops.linear_cross_entropy.autograd import (
     NO_SECOND_DERIVATIVES,
     apply,
@@ -34,9 +33,9 @@ from quackish.ops.linear_cross_entropy.autograd import (
 from quackish.ops.linear_cross_entropy.buffers import RowState, padded_strides
 from quackish.ops.linear_cross_entropy.calls import ForwardResult, GradOutputs, Grads, GradsNeeded, Plan, unpack
 from quackish.ops.linear_cross_entropy.checks import Inputs
+from quackish.ops.linear_cross_entropy.layout import rows_kept
+from quackish.ops.linear_cross_entropy.reference import accumulate_dtype
 from quackish.ops.linear_cross_entropy.schedules import grads_in_forward
-from quackish.ops.modes import add_flop_formulas, as_plain
-from quackish.reference.linear_cross_entropy import accumulate_dtype
 
 
 def run(inputs: Inputs, plan: Plan, return_lse: bool, eager: bool, kernels=None) -> tuple[Tensor | None, ...]:

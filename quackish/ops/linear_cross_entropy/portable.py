@@ -8,8 +8,7 @@ from torch import Tensor
 from quackish.errors import warn_once
 from quackish.ops.linear_cross_entropy.calls import GradOutputs, Grads, GradsNeeded, Plan
 from quackish.ops.linear_cross_entropy.checks import Inputs, check_targets
-from quackish.ops.linear_cross_entropy.schedules import grads_in_forward
-from quackish.reference.linear_cross_entropy import (
+from quackish.ops.linear_cross_entropy.reference import (
     Rows,
     accumulate_dtype,
     chunk_of_rows,
@@ -19,6 +18,7 @@ from quackish.reference.linear_cross_entropy import (
     operand_dtype,
     rows_of,
 )
+from quackish.ops.linear_cross_entropy.schedules import grads_in_forward
 
 
 def forward(inputs: Inputs, plan: Plan, needed: GradsNeeded, device: torch.device | None = None) -> tuple:

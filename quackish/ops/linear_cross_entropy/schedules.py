@@ -46,9 +46,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quackish.configs.arguments import by_name
-from quackish.configs.lce_rows import NO_SLOT, ScatterArgs
-from quackish.configs.linear_cross_entropy import Layout, choose_layout
+from quackish.device.arguments import by_name
 from quackish.ops.linear_cross_entropy.buffers import (
     F32,
     ExpLogits,
@@ -60,6 +58,8 @@ from quackish.ops.linear_cross_entropy.buffers import (
 )
 from quackish.ops.linear_cross_entropy.calls import Call, Chunk, ForwardResult, GradOutputs, Grads, GradsNeeded, Plan
 from quackish.ops.linear_cross_entropy.launches import LceKernels
+from quackish.ops.linear_cross_entropy.layout import Layout, choose_layout
+from quackish.ops.linear_cross_entropy.row_problems import NO_SLOT, LceScatterProblem, ScatterArgs
 from quackish.ops.linear_cross_entropy.steps import (
     add_targets,
     add_to_dw_out,
@@ -302,7 +302,7 @@ def recompute_backward(call: Call, layout: Layout, saved: ForwardResult, needed:
         args = by_name(ScatterArgs)(
             state=state.address, acc=acc.data_ptr(), dx=dx.data_ptr(), m=call.m, start=start, rows=m
         )
-        kernels.launch(args, "lce_scatter", h=h, dx_dtype=dx.dtype)
+        kernels.launch(args, LceScatterProblem, h=h, dx_dtype=dx.dtype)
     return Grads(dx, dw, db)
 
 

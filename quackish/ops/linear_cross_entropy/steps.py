@@ -6,25 +6,30 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quackish.configs.arguments import by_name
-from quackish.configs.gemm import DlogitsArgs, ResidualArgs, RowsOutArgs, SoftmaxArgs
-from quackish.configs.lce_rows import (
+from quackish.device.arguments import by_name
+from quackish.device.cuda import address, dtype_of
+from quackish.device.modes import check_memory
+from quackish.kernels.gemm.problem import DlogitsArgs, ResidualArgs, RowsOutArgs, SoftmaxArgs
+from quackish.ops.linear_cross_entropy.buffers import F32, I32, NOT_STORED, ExpLogits, row_slice
+from quackish.ops.linear_cross_entropy.calls import Call, Chunk, GradOutputs, Grads, GradsNeeded
+from quackish.ops.linear_cross_entropy.layout import Layout
+from quackish.ops.linear_cross_entropy.row_problems import (
     MOST_ROWS_COUNTED,
     WIDE_BIAS,
     BiasArgs,
     GatherArgs,
     GradsArgs,
+    LceBiasProblem,
+    LceGatherProblem,
+    LceRowsProblem,
+    LceSortProblem,
+    LceTargetsProblem,
     LossArgs,
     RowsArgs,
     SortArgs,
     StatsArgs,
     TargetsArgs,
 )
-from quackish.configs.linear_cross_entropy import Layout
-from quackish.ops.cuda import address, dtype_of
-from quackish.ops.linear_cross_entropy.buffers import F32, I32, NOT_STORED, ExpLogits, row_slice
-from quackish.ops.linear_cross_entropy.calls import Call, Chunk, GradOutputs, Grads, GradsNeeded
-from quackish.ops.modes import check_memory
 
 # Logits and row statistics --------------------------------------------------------------------------------------------
 
@@ -105,7 +110,7 @@ def gather(call: Call, chunk: Chunk, loss: Tensor, dx: Tensor | None, argmax_bit
         argmax_bits=address(argmax_bits), x_stride=x.stride(0), softcap=call.softcap, m=call.m, start=chunk.start,
         rows=chunk.rows, v=call.v,
     )  # fmt: skip
-    call.kernels.launch(args, "lce_gather", call.fields, dx_dtype=dtype_of(dx))
+    call.kernels.launch(args, LceGatherProblem, call.fields, dx_dtype=dtype_of(dx))
 
 
 def regather_live_x(call: Call, start: int, live_x: Tensor) -> None:
@@ -115,7 +120,9 @@ def regather_live_x(call: Call, start: int, live_x: Tensor) -> None:
         state=call.state.address, x=x.data_ptr(), live_x=live_x.data_ptr(), x_stride=x.stride(0), softcap=0.0,
         m=call.m, start=start, rows=live_x.shape[0], v=call.v,
     )  # fmt: skip
-    call.kernels.launch(args, "lce_gather", h=call.h, dtype=x.dtype, only_live_x=True, x_aligned=call.fields.x_aligned)
+    call.kernels.launch(
+        args, LceGatherProblem, h=call.h, dtype=x.dtype, only_live_x=True, x_aligned=call.fields.x_aligned
+    )
 
 
 def launch_rows(
@@ -154,7 +161,7 @@ def launch_rows(
     )  # fmt: skip
     fields, scales_x = call.fields, scaled_x is not None
     call.kernels.launch(
-        args, "lce_rows", fields, stats=sums is not None,
+        args, LceRowsProblem, fields, stats=sums is not None,
         grads="scale" if scale else "none" if coefs is None else "coefs", h=call.h if scales_x else 0,
         dtype=fields.dtype if scales_x else None, label_smoothing=fields.smoothing, softcap=scale and fields.softcap,
         exp_logits_split=scale and chunk.exp_logits.second is not None, first_slot_of_class=first_slots is not None,
@@ -220,7 +227,12 @@ def compute_db(call: Call, block: Tensor, row_scale: int | None, start: int, db:
         exp_logits_stride=block.stride(0), start=start, rows=block.shape[0], n=n,
     )  # fmt: skip
     call.kernels.launch(
-        args, "lce_bias", dtype=block.dtype, row_scale=row_scale is not None, accumulate=start > 0, wide=n >= WIDE_BIAS
+        args,
+        LceBiasProblem,
+        dtype=block.dtype,
+        row_scale=row_scale is not None,
+        accumulate=start > 0,
+        wide=n >= WIDE_BIAS,
     )
 
 
@@ -268,8 +280,8 @@ def extract_targets(call: Call, chunk: Chunk, v: int, first_slots: Tensor | None
         index=address(index), v=v, m=call.m, start=chunk.start, rows=n,
     )  # fmt: skip
     call.kernels.launch(
-        args, "lce_sort", exp_logits_split=exp_logits.second is not None, first_slot_of_class=first_slots is not None,
-        presorted=index is not None,
+        args, LceSortProblem, exp_logits_split=exp_logits.second is not None,
+        first_slot_of_class=first_slots is not None, presorted=index is not None,
     )  # fmt: skip
 
 
@@ -291,7 +303,7 @@ def add_targets(call: Call, chunk: Chunk, dw: Tensor, v0: int, residual: Tensor 
         x_stride=x.stride(0), v0=v0, v1=v0 + dw.shape[0], m=call.m, start=chunk.start, rows=chunk.rows,
     )  # fmt: skip
     call.kernels.launch(
-        args, "lce_targets", h=call.h, dtype=x.dtype, dw_dtype=dw.dtype, x_aligned=call.fields.x_aligned,
+        args, LceTargetsProblem, h=call.h, dtype=x.dtype, dw_dtype=dw.dtype, x_aligned=call.fields.x_aligned,
         rounding_residual=residual is not None,
     )  # fmt: skip
 

@@ -7,17 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quackish import launch
+from quackish.device import launch
+from quackish.device.kernel_device import KernelDevice, empty_on
+from quackish.device.kernel_for import CompiledKernel, request_for
 from quackish.gpu import Gpu
-from quackish.ops.device import Device, empty_on
-from quackish.ops.kernel_for import Kernel, request_for
 from quackish.ops.linear_cross_entropy import schedules
-from quackish.ops.linear_cross_entropy.autograd import (
-    grads_needed,
-    prepare_call,
-    prepare_grads,
-    requires_grad,
-)
+from quackish.ops.linear_cross_entropy.autograd import grads_needed, prepare_call, prepare_grads, requires_grad
 from quackish.ops.linear_cross_entropy.calls import GradOutputs, Grads, GradsNeeded, Plan
 from quackish.ops.linear_cross_entropy.checks import Inputs
 from quackish.ops.linear_cross_entropy.launches import LceKernels, representatives
@@ -26,7 +21,7 @@ _empty = empty_on("meta")
 _lock = threading.Lock()
 
 
-def prepare(inputs: Inputs, plan: Plan, device: Device) -> None:
+def prepare(inputs: Inputs, plan: Plan, device: KernelDevice) -> None:
     """Compiles the kernels of forward and backward, once per key. May miss one or two kernels that depend on M."""
     if device.prepare is None:
         return
@@ -51,20 +46,20 @@ def prepare(inputs: Inputs, plan: Plan, device: Device) -> None:
 
 
 def _compile_kernels(
-    device: Device, inputs: Inputs, plan: Plan, needed: GradsNeeded, tensors: dict[str, Tensor], is_aligned: bool
+    device: KernelDevice, inputs: Inputs, plan: Plan, needed: GradsNeeded, tensors: dict[str, Tensor], is_aligned: bool
 ) -> None:
     x, m, h = inputs.input, inputs.target.numel(), inputs.linear_weight.shape[1]
     requests: dict[launch.Request, None] = {}  # an ordered set
 
-    def record_request(name: str, problem: Any, gpu: Gpu) -> Kernel:
-        request = request_for(name, problem, gpu)
+    def record_request(problem: Any, gpu: Gpu) -> CompiledKernel:
+        request = request_for(problem, gpu)
         requests[request] = None
-        return Kernel(lambda *args: None, request.config)
+        return CompiledKernel(lambda *args: None, request.config)
 
     def loop(items: Sequence[Any]) -> Iterator[Any]:
         return (item for item, _ in representatives(items))
 
-    kernels = LceKernels(Device(device.gpu, record_request, _empty), loop)
+    kernels = LceKernels(KernelDevice(device.gpu, record_request, _empty), loop)
     inputs = inputs._replace(**{name: _empty(t.shape, t.stride(), t.dtype) for name, t in tensors.items()})
     inputs = inputs._replace(
         input=_empty((m, h), (h if is_aligned else h + 1, 1), x.dtype),

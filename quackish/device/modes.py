@@ -1,0 +1,87 @@
+"""When a call may launch kernels directly: not with torch.compile, modes, torch.func or subclasses."""
+
+import contextlib
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quackish.errors import a
+
+is_compiling = torch.compiler.is_dynamo_compiling
+num_dispatch_modes = torch._C._len_torch_dispatch_stack
+has_function_modes = torch._C._is_torch_function_mode_enabled
+functorch_level = torch._C._functorch.peek_interpreter_stack
+jit_trace = torch._C._get_tracing_state
+forward_ad = torch.autograd.forward_ad
+
+
+def is_plain() -> bool:
+    """True if only autograd intercepts this call, so that kernels can bypass the dispatcher."""
+    return not (
+        is_compiling()  # first: torch.compile cannot trace the others
+        or num_dispatch_modes()
+        or has_function_modes()
+        or functorch_level() is not None
+        or forward_ad._current_level >= 0
+        or jit_trace() is not None
+    )
+
+
+def is_transformed() -> bool:
+    """True if torch.func or forward-mode AD is active, which the custom operators do not support."""
+    return not is_compiling() and (functorch_level() is not None or forward_ad._current_level >= 0)
+
+
+def add_flop_formulas() -> None:
+    """Call it before an operator: gives FLOP counters the operators' formulas if torch.utils.flop_counter is loaded."""
+    if "torch.utils.flop_counter" in sys.modules:
+        from quackish.ops.shared import flops
+
+        flops.add_to_active_counters()
+
+
+def are_plain(tensors: Iterable[Any]) -> bool:
+    """True if none of these is a tensor subclass. Subclasses get the custom operators, which they may override."""
+    return all(type(t) is Tensor or type(t) is nn.Parameter or not isinstance(t, Tensor) for t in tensors)
+
+
+def as_plain(op: str, t: Tensor | None) -> Tensor | None:
+    """`t` as a plain tensor, in an operator's implementation; TypeError for a subclass without memory.
+
+    Subclasses that handle the operator in __torch_dispatch__ do not get here.
+    """
+    if t is None or type(t) is Tensor:
+        return t
+    if t.numel() and not t.is_meta and not t.data_ptr():
+        raise TypeError(
+            f"{op}: an argument is {a(type(t))} without memory; expected a torch.Tensor, or a subclass whose "
+            "__torch_dispatch__ handles the operator"
+        )
+    return t.as_subclass(Tensor)
+
+
+def check_memory(op: str, **tensors: Tensor | None) -> None:
+    """ValueError for a tensor whose storage was freed: a kernel would get a null pointer."""
+    for name, t in tensors.items():
+        if t is not None and not t.data_ptr() and t.numel() and not t.is_meta:
+            raise ValueError(
+                f"{op}: {name} has shape {tuple(t.shape)} but no memory: its storage was freed or never allocated "
+                "(a sharded parameter outside its module's forward?); expected a tensor with allocated storage"
+            )
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """Autocast's dtype; None if autocast is off, and for meta tensors, which have none."""
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return None
+
+
+def without_autocast(device_type: str) -> contextlib.AbstractContextManager:
+    """Disables autocast, if it is on: entering torch.autocast costs 4 us of CPU time."""
+    if autocast_dtype(device_type) is not None:
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()

@@ -1,0 +1,152 @@
+"""The walk of attention's kernels over tiles of scores, without those that a mask leaves empty.
+
+The classes of the mask's blocks are in memory. The producer reads those of 32 tiles at once, one per lane, and takes
+the tiles to do in order. It tells the consumers in shared memory which tile a stage has, and whether the mask leaves
+all its keys: then the mask is not loaded. An item's tiles are counted before it starts, by the warp that loads its own
+tiles, or else by the consumers.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr
+
+from quackish.kernels.memory import load_at
+from quackish.ops.attention.problems import BLOCK, EMPTY, FULL, ScoreArgs
+
+
+class Tiles(NamedTuple):
+    """Up to 32 tiles of a walk. Bit i is that of tile `start` + i."""
+
+    start: Int32
+    to_do: Int32  # the mask leaves some keys
+    full: Int32  # the mask leaves all keys
+
+
+@cute.jit
+def first_of(tiles: Tiles):
+    """(the first tile to do, 1 if it is full, else 0)"""
+    i = cute.arch.popc((tiles.to_do & -tiles.to_do) - 1)
+    return tiles.start + i, (tiles.full >> i) & 1
+
+
+@cute.jit
+def class_of(s: ScoreArgs, batch: Int32, head: Int32, q0: Int32, k0: Int32, shape: cutlass.Constexpr):
+    """(Boolean, Boolean): if the mask leaves some keys, and all keys, of a tile of `shape` at query q0 and key k0."""
+    t = s.classes
+    base = t.base + (Int64(batch) * t.batch + Int64(head) * t.head)
+    least, most = Int32(FULL), Int32(EMPTY)
+    for i in cutlass.range_constexpr(-(-shape[0] // BLOCK)):
+        for j in cutlass.range_constexpr(-(-shape[1] // BLOCK)):
+            q, k = q0 // BLOCK + i, k0 // BLOCK + j
+            if (q * BLOCK < s.num_q) & (k * BLOCK < s.num_k):
+                found = load_at(base, Int64(q) * t.row + Int64(k) * t.column).to(Int32)
+                least, most = cutlass.min(least, found), cutlass.max(most, found)
+    return most != EMPTY, least == FULL
+
+
+@cute.jit
+def read_word(shared: cute.Tensor, stage: Int32) -> Int32:
+    """What a producer wrote, for a warp that will release the stage."""
+    word = Int32(0)
+    if cute.arch.lane_idx() == 0:  # the lane that releases the stage: racecheck ignores the warp barrier
+        word = shared[stage]
+    return cute.arch.shuffle_sync(word, 0)
+
+
+class MaskWalk:
+    """For kernels with items that have tiles [first, last) of tile_q queries x tile_k keys."""
+
+    @cute.jit
+    def place(self, n: Int32, item, args):
+        """(batch and heads, first query, first key) of the n-th tile of an item: here a tile of keys."""
+        return item.head, item.tile * self.tile_q, n * self.tile_k
+
+    @cute.jit
+    def tiles(self, start: Int32, item, args) -> Tiles:
+        """Tiles start to start + 31, for a whole warp. args: those of the kernel."""
+        n = start + cute.arch.lane_idx()
+        head, q0, k0 = self.place(cutlass.min(n, item.last - 1), item, args)
+        some, every = class_of(args.scores, head.batch, head.query_head, q0, k0, (self.tile_q, self.tile_k))
+        return Tiles(
+            start, cute.arch.vote_ballot_sync(some & (n < item.last)), cute.arch.vote_ballot_sync(every)
+        )  # fmt: skip
+
+    @cute.jit
+    def count(self, item, args) -> Int32:
+        """The number of an item's tiles to do, for a whole warp."""
+        count = Int32(0)
+        for start in cutlass.range(item.first, item.last, 32, unroll=1):
+            count = count + cute.arch.popc(self.tiles(start, item, args).to_do)
+        return count
+
+    @cute.jit
+    def load_item(self, loads, item, args, loaded, state, sWalk, at_least: cutlass.Constexpr[int]):
+        """Loads an item's tiles by the kernel's `load_tile`, and returns the pipeline state after them.
+
+        at_least: 1 if one tile is loaded even where a mask leaves the item none, else 0.
+        """
+        if const_expr(self.problem.mask):
+            done = Int32(0)
+            for start in cutlass.range(item.first, item.last, 32, unroll=1):
+                walk = self.tiles(start, item, args)
+                to_do, full = walk.to_do, walk.full
+                if const_expr(at_least == 1):
+                    if (start + 32 >= item.last) & (done == 0) & (to_do == 0):
+                        to_do = Int32(1)
+                while to_do != 0:
+                    n, is_full = first_of(Tiles(start, to_do, full))
+                    self.acquire(loaded, state, self.stage_bytes, sWalk, n, is_full)
+                    self.load_tile(loads, item, args, n, loaded, state, is_full)
+                    state.advance()
+                    to_do = to_do & (to_do - 1)
+                    done = Int32(1)
+        else:
+            for n in cutlass.range(item.first, item.last, unroll=1):
+                loaded.producer_acquire(state)
+                self.load_tile(loads, item, args, n, loaded, state, None)
+                state.advance()
+        return state
+
+    @cute.jit
+    def last_of(self, item, args, at_least: cutlass.Constexpr[int]) -> Int32:
+        """Where the loop of a consumer from item.first ends, so that it has as many tiles as `load_item` loads.
+
+        For a whole warp.
+        """
+        if const_expr(not self.problem.mask):
+            return item.last
+        return item.first + cutlass.max(self.count(item, args), at_least)
+
+    # What producers tell the consumers
+
+    def allocate_walk(self, smem):
+        """(stages,), or None without a mask. Allocated first: then it fits in front of the first aligned tile."""
+        if not self.problem.mask:
+            return None
+        return smem.allocate_tensor(Int32, cute.make_layout((self.config.num_stages,)), 16)
+
+    @cute.jit
+    def acquire(self, loaded, state, num_bytes: cutlass.Constexpr[int], sWalk: cute.Tensor, n: Int32, is_full: Int32):
+        """`producer_acquire` for tile n, with num_bytes bytes, among them the mask's if it is loaded."""
+        loaded.sync_object_empty.wait(state.index, state.phase)
+        if const_expr(self.mask is not None):
+            num_bytes = num_bytes - is_full * self.mask.bytes
+        with cute.arch.elect_one():
+            sWalk[state.index] = n * 2 + is_full
+            cute.arch.mbarrier_arrive_and_expect_tx(loaded.producer_get_barrier(state), num_bytes)
+
+    @cute.jit
+    def release(self, loaded, state):
+        """`consumer_release`, for a warp whose lanes have read what is in shared memory, such as a mask."""
+        cute.arch.sync_warp()
+        loaded.consumer_release(state)
+
+    @cute.jit
+    def loaded_tile(self, sWalk, stage: Int32, n: Int32, is_known_full: cutlass.Constexpr[bool] = True):
+        """(tile, `is_full` of `scores`, or None to always mask) of a loaded stage; without a mask it is tile n."""
+        if const_expr(sWalk is None):
+            return n, None
+        word = read_word(sWalk, stage)
+        return word // 2, word % 2 if const_expr(is_known_full) else None

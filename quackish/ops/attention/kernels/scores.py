@@ -1,0 +1,258 @@
+"""The scores of attention's kernels: accumulators of q k^T with scale, softcap, bias, mask, causality and window.
+
+Scores are x = softcap(scale * q k^T) + bias, and -inf for keys that take no part. With a shift, as in backward, they
+are in units of log2: log2(e) * x - shift. If lse is large, this difference has lost too many digits. The shift of such
+a row is infinite, and its scores are log2(e) * (x - lse - residual), with x rounded as in forward.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
+
+from quackish.kernels.math import LOG2_E, tanh
+from quackish.kernels.memory import load_at, vector_at
+from quackish.ops.attention.kernels.items import Head
+from quackish.ops.attention.kernels.swizzled_tile import SwizzledTile
+from quackish.ops.attention.problems import BLOCK, ScoreArgs
+
+
+class Block(NamedTuple):
+    """A warp group's part of a tile of scores, and a thread of the warp group."""
+
+    head: Head
+    q0: Int32  # first query and key of the part
+    k0: Int32
+    queries: int  # their numbers
+    keys: int
+    wg: Int32  # from 0
+    thread: Int32
+
+
+class ScoreTiles(NamedTuple):
+    """Tiles of bias and mask in shared memory, per stage; None if they are not loaded."""
+
+    bias: cute.Tensor | None
+    mask: cute.Tensor | None
+
+
+class Shift(NamedTuple):
+    """What backward subtracts from scores."""
+
+    values: cute.Tensor  # like an accumulator
+    any_large: Boolean  # True if one of the warp's rows has an infinite shift: see kernels/attention/rows.py
+    n: Int32  # the block's tile is the n-th one of `item`
+    item: NamedTuple
+    args: NamedTuple  # of the kernel
+
+
+@cute.jit
+def pair_rows(thread: Int32) -> Int32:
+    """The first of the thread's two rows of an accumulator, which are 8 apart."""
+    return thread // 32 * 16 + thread % 32 // 4
+
+
+class AttentionScores:
+    @cute.jit
+    def position(self, block: Block, i: cutlass.Constexpr[int]):
+        """(query, key) of value i of an accumulator."""
+        row = pair_rows(block.thread) + i // 2 % 2 * 8
+        column = block.thread % 4 * 2 + (i // 4 * 8 + i % 2)
+        if const_expr(self.rows_are_queries):
+            return block.q0 + row, block.k0 + column
+        return block.q0 + column, block.k0 + row
+
+    @cute.jit
+    def scores(
+        self, acc: cute.Tensor, args: ScoreArgs, tiles: ScoreTiles, stage: Int32, block: Block,
+        shift: Shift | None, tanhs, is_full=None,
+    ):  # fmt: skip
+        """acc = log2(e) * x - shift for acc = q k^T; or x / `unit_of_scores` without a shift.
+
+        tanhs, for the softcap's tanh, is a tensor like acc, or None. is_full: 1 if the mask leaves all keys, else 0;
+        None if unknown.
+        """
+        factor = args.scale
+        if const_expr(self.problem.softcap):
+            inner, factor = args.scale / args.softcap, args.softcap
+            for i in cutlass.range_constexpr(cute.size(acc)):
+                acc[i] = tanh(acc[i] * inner)
+                if const_expr(tanhs is not None):
+                    tanhs[i] = acc[i]
+        if const_expr(shift is None):
+            self.add_terms(acc, factor, args, tiles, stage, block, None)
+        elif not shift.any_large:
+            self.add_terms(acc, factor, args, tiles, stage, block, shift.values)
+        else:
+            # Opaque: addresses that are the same for all tiles of an item were computed before it, and spilled.
+            thread = cute.arch.shuffle_sync_bfly(block.thread, offset=0)
+            block = block._replace(q0=cute.arch.make_warp_uniform(block.q0), thread=thread)
+            self.add_terms(acc, factor, args, tiles, stage, block, None)
+            self.subtract(acc, args, block, shift)
+        if const_expr(self.problem.mask and is_full is None):
+            self.mask_out(acc, args, tiles, stage, block)
+        elif const_expr(self.problem.mask):
+            if is_full == 0:
+                self.mask_out(acc, args, tiles, stage, block)
+        if self.cuts(args, block):
+            for i in cutlass.range_constexpr(cute.size(acc)):
+                if not self.takes_part(args, *self.position(block, i)):
+                    acc[i] = -Float32.inf
+
+    @cute.jit
+    def add_terms(
+        self, acc: cute.Tensor, factor: Float32, args: ScoreArgs, tiles: ScoreTiles, stage: Int32, block: Block, shift
+    ):  # fmt: skip
+        """acc = log2(e) * x - shift for a shift like acc; x / `unit_of_scores` for None. factor: of q k^T."""
+        if const_expr(self.are_scaled_later and shift is None):
+            if args.scale <= 0.0:
+                for i in cutlass.range_constexpr(cute.size(acc)):
+                    acc[i] = acc[i] * factor
+        elif const_expr(self.problem.bias_dtype is None):
+            for i in cutlass.range_constexpr(cute.size(acc)):
+                self.add(acc, i, factor, None, shift)
+        elif const_expr(self.bias is None):
+            self.add_global_bias(acc, factor, args, block, shift)
+        elif const_expr(self.bias.itemsize == 2):
+            self.add_bias(acc, factor, tiles.bias[None, None, stage].iterator, block, shift)
+        else:
+            self.add_fp32_bias(acc, factor, tiles.bias[None, None, stage].iterator, block, shift)
+
+    @cute.jit
+    def subtract(self, acc: cute.Tensor, args: ScoreArgs, block: Block, shift: Shift):
+        """acc = `scores` with a shift, for acc = x / `unit_of_scores`.
+
+        Two values per row are selected, not two scores, and x is computed before they are read: otherwise up to 32
+        bytes spill.
+        """
+        head, _, _ = self.place(shift.n, shift.item, shift.args)
+        of_head = cute.arch.make_warp_uniform(head.batch * args.heads + head.query_head)
+        pairs = shift.args.stats + Int64(2 * args.batch * args.heads + 2 * of_head) * shift.args.stats_row
+        unit = self.unit_of_scores(args)
+        for i in cutlass.range_constexpr(cute.size(acc)):
+            row = cutlass.min(self.position(block, i)[0], args.num_q - 1)
+            pair = vector_at(pairs, 2 * row, 2)  # lse, and log2(e) * residual; garbage in another row
+            is_large = shift.values[i] == Float32.inf
+            above = cute.math.fma(acc[i], unit, -(pair[0] if is_large else Float32(0.0)))
+            acc[i] = cute.math.fma(above, Float32(LOG2_E), -(pair[1] if is_large else shift.values[i]))
+
+    @cute.jit
+    def shift(self, values: cute.Tensor, of_lane: cute.Tensor, n: Int32, item, args) -> Shift:
+        """of_lane: shifts, in all lanes together those of all rows of the warp."""
+        largest = of_lane[0]
+        for i in cutlass.range_constexpr(1, cute.size(of_lane)):
+            largest = cute.arch.fmax(largest, of_lane[i])
+        return Shift(values, cute.arch.vote_any_sync(largest == Float32.inf), n, item, args)
+
+    @property
+    def are_scaled_later(self) -> bool:
+        """True if forward multiplies by the scale where it multiplies by log2(e), which takes no instructions."""
+        return self.problem.bias_dtype is None and not self.problem.softcap
+
+    @cute.jit
+    def unit_of_scores(self, args: ScoreArgs) -> Float32:
+        """Positive, so that a row's largest value is that of its largest score."""
+        if const_expr(not self.are_scaled_later):
+            return Float32(1.0)
+        return Float32(1.0) if args.scale <= 0.0 else args.scale
+
+    @cute.jit
+    def cuts(self, args: ScoreArgs, block: Block) -> Boolean:
+        """True if some keys of the block take no part for another reason than the mask."""
+        last_k = block.k0 + block.keys - 1
+        cut = last_k >= args.num_k
+        if const_expr(self.problem.band):
+            last_q = block.q0 + block.queries - 1
+            cut = cut | (block.k0 + args.left < last_q) | (last_k > block.q0 + args.right)
+        return cut
+
+    @cute.jit
+    def takes_part(self, args: ScoreArgs, q: Int32, k: Int32) -> Boolean:
+        part = k < args.num_k
+        if const_expr(self.problem.band):
+            part = part & (k + args.left >= q) & (k <= q + args.right)
+        return part
+
+    def fragment(self, tile: SwizzledTile, pointer, block: Block):
+        """A function from an even j to the address of columns 8 j to 8 j + 15 of the accumulator."""
+        if self.rows_are_queries:
+            base = tile.rows_base(pointer, block.wg * BLOCK, block.thread)
+            return lambda j: tile.rows_at(base, j)
+        base = tile.columns_base(pointer, block.wg * BLOCK, block.thread)
+        return lambda j: tile.columns_at(base, j)
+
+    @cute.jit
+    def add(self, acc: cute.Tensor, i: cutlass.Constexpr[int], factor: Float32, bias, shift):
+        """Value i of acc becomes a score; bias: None for none."""
+        has_bias = const_expr(bias is not None)
+        if const_expr(shift is None):
+            acc[i] = acc[i] * factor + (bias if has_bias else 0.0)
+        else:
+            added = bias * LOG2_E - shift[i] if has_bias else -shift[i]
+            acc[i] = acc[i] * (factor * LOG2_E) + added
+
+    @cute.jit
+    def add_bias(self, acc: cute.Tensor, factor: Float32, bias: cute.Pointer, block: Block, shift):
+        address = self.fragment(self.bias, bias, block)
+        for j in cutlass.range_constexpr(0, cute.size(acc) // 4, 2):
+            values = self.bias.load(address(j), not self.rows_are_queries).to(Float32)
+            for i in cutlass.range_constexpr(8):
+                self.add(acc, 4 * j + i, factor, values[i], shift)
+
+    @cute.jit
+    def add_fp32_bias(self, acc: cute.Tensor, factor: Float32, bias: cute.Pointer, block: Block, shift):
+        row, column = pair_rows(block.thread), block.thread % 4 * 2
+        for i in cutlass.range_constexpr(0, cute.size(acc), 2):
+            r, c = row + i // 2 % 2 * 8 + block.wg * BLOCK, column + i // 4 * 8
+            if const_expr(self.rows_are_queries):
+                values = self.bias.element(bias, r, c, 2)
+                for n in cutlass.range_constexpr(2):
+                    self.add(acc, i + n, factor, values[n], shift)
+            else:
+                for n in cutlass.range_constexpr(2):
+                    self.add(acc, i + n, factor, self.bias.element(bias, c + n, r, 1)[0], shift)
+
+    @cute.jit
+    def add_global_bias(self, acc: cute.Tensor, factor: Float32, args: ScoreArgs, block: Block, shift):
+        base = self.start(args.bias, block.head)
+        for i in cutlass.range_constexpr(cute.size(acc)):
+            q, k = self.position(block, i)
+            bias = Float32(0.0)
+            if (q < args.num_q) & (k < args.num_k):
+                bias = load_at(base, Int64(q) * args.bias.row + Int64(k) * args.bias.column).to(Float32)
+            self.add(acc, i, factor, bias, shift)
+
+    def per_row(self, values: cute.Tensor):
+        """(2,) values of the thread's two rows, as a tensor like an accumulator."""
+        return cute.make_tensor(values.iterator, cute.make_layout((2, 2, self.config.tile // 8), stride=(0, 1, 0)))
+
+    def per_column(self, values: cute.Pointer, thread: Int32):
+        """Values of an accumulator's columns, as a tensor like an accumulator."""
+        layout = cute.make_layout((2, 2, self.config.tile // 8), stride=(1, 0, 8))
+        return cute.make_tensor(values + thread % 4 * 2, layout)
+
+    @cute.jit
+    def mask_out(self, acc: cute.Tensor, args: ScoreArgs, tiles: ScoreTiles, stage: Int32, block: Block):
+        if const_expr(self.mask is None):
+            base = self.start(args.mask, block.head)
+            for i in cutlass.range_constexpr(cute.size(acc)):
+                q, k = self.position(block, i)
+                keep = Int32(0)
+                if (q < args.num_q) & (k < args.num_k):
+                    keep = load_at(base, Int64(q) * args.mask.row + Int64(k) * args.mask.column).to(Int32)
+                if keep == 0:
+                    acc[i] = -Float32.inf
+        else:
+            mask = tiles.mask[None, None, stage].iterator
+            row, column = pair_rows(block.thread), block.thread % 4 * 2
+            for i in cutlass.range_constexpr(0, cute.size(acc), 2):
+                r, c = row + i // 2 % 2 * 8 + block.wg * BLOCK, column + i // 4 * 8
+                if const_expr(self.rows_are_queries):
+                    pair = cute.recast_tensor(self.mask.element(mask, r, c, 2), cutlass.Uint16)[0].to(Int32)
+                    keeps = [pair & 0xFF, pair & 0xFF00]
+                else:
+                    keeps = [self.mask.element(mask, c + n, r, 1)[0] for n in range(2)]
+                for n in cutlass.range_constexpr(2):
+                    if keeps[n] == 0:
+                        acc[i + n] = -Float32.inf

@@ -1,0 +1,35 @@
+"""The dry run of grouped_mlp for the tools."""
+
+import torch
+
+from quackish.device.kernel_device import KernelDevice, empty_on
+from quackish.errors import UnsupportedError
+from quackish.gpu import Gpu
+from quackish.ops.mlp import autograd, checks, kernel_steps
+from quackish.ops.shared.dry_run import DryRun, Recorder
+from quackish.ops.shared.for_tools import Args, Operation
+from quackish.ops.shared.memory_counter import META
+
+
+def dry_run(op: Operation, args: Args, gpu: Gpu, passes: tuple[str, ...]) -> DryRun:
+    """Eager mode."""
+    inputs = checks.Inputs(*map(args.get, checks.Inputs._fields))
+    activation, recompute = args.get("activation", "swiglu"), args.get("recompute", False)
+    checks.check_mlp("grouped_mlp", inputs, activation, recompute, "cute")
+    experts, _, i = inputs.w2.shape
+    if why := kernel_steps.why_unsupported("grouped_mlp", inputs.x, i, experts):
+        raise UnsupportedError(why)
+    grad, dy = inputs.x.requires_grad, torch.empty_like(inputs.x)
+    inputs = checks.Inputs(*[None if t is None else t.detach() for t in inputs])
+    recorder = Recorder()
+    recorder.ignore(*inputs, dy)
+    steps = kernel_steps.KernelSteps(KernelDevice(gpu, recorder.kernel_for, empty_on(META)))
+    with recorder:
+        y, preactivation = autograd.forward(steps, inputs, activation, grad and not recompute)
+        if grad:
+            recorder.phase = "backward"
+            dtypes = autograd.Dtypes._make(None if t is None else t.dtype for t in inputs.leaves())
+            grads = autograd.gradients(steps, dy, inputs, preactivation, activation, dtypes)
+            del y, grads  # held until here
+    notes = ["Bytes and FLOPs assume that every group is used and every row is in one: only the GPU knows the groups."]
+    return DryRun(None, {}, recorder.steps, recorder.peak, recorder.buffers(), notes)

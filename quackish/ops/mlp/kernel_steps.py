@@ -1,0 +1,214 @@
+"""The steps of `reference/grouped_mlp.py` with kernels, one launch per step: bf16 and fp16.
+
+Kernels read operands in place if one dimension is contiguous, the groups' matrices are adjacent, and all rows start on
+16 bytes. Other operands are copied.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quackish.device import choose, cuda
+from quackish.device.arguments import by_name
+from quackish.device.cuda import address
+from quackish.device.kernel_device import KernelDevice
+from quackish.kernels.gemm.grouped_problem import (
+    DSCALES_COLUMNS,
+    MAX_GROUPS,
+    MAX_ROWS,
+    DownArgs,
+    DownBackwardArgs,
+    GroupedGemmArgs,
+    GroupedGemmProblem,
+    UpArgs,
+    cluster_tile_for,
+    max_groups_for,
+)
+from quackish.once import once
+from quackish.ops.mlp import reference
+from quackish.ops.mlp.problems import TokenRowsArgs, TokenRowsProblem
+from quackish.ops.mlp.reference import GATED, Needs
+
+
+def why_unsupported(who: str, x: Tensor, columns: int = 0, groups: int = 0) -> str:
+    """Why kernels do not cover these sizes and x's dtype; "" if they do."""
+    rows, width = x.shape
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        why = f"{x.dtype}; supported: torch.bfloat16, torch.float16"
+    elif width % 8 or columns % 8:
+        why = f"matrices with {width} and {columns} columns; expected multiples of 8"
+    elif groups > MAX_GROUPS:
+        why = f"{groups} groups; expected at most {MAX_GROUPS}"
+    elif rows >= MAX_ROWS:
+        why = f"{rows} rows; expected fewer than 2**30"
+    else:
+        return ""
+    return f'{who}: no kernel for {why}. backend="auto" runs the portable path.'
+
+
+class KernelSteps:
+    """The steps on one device, with the names and arguments of the functions in `reference/grouped_mlp.py`."""
+
+    def __init__(self, device: KernelDevice):
+        self.device, self.stream, self.empty, self.matrix = device, device.stream, device.empty, device.matrix
+        self._kernel = functools.lru_cache(maxsize=1024)(self._find_kernel)
+        self._token_rows_kernel = functools.cache(self._find_token_rows)
+
+    def up(self, x, w1, w3, b1, scales, offs, activation, keep_preactivation):
+        rows, h = x.shape
+        gated = activation in GATED
+        i = w1.shape[1] // 2 if gated and w3 is None else w1.shape[1]
+        act = self.matrix(rows, i, x.dtype)
+        preactivation = self.matrix(rows, 2 * i if gated else i, x.dtype) if keep_preactivation else None
+        bias, scales = _fp32(b1), _fp32(scales)
+        args = UpArgs(address(preactivation), address(bias), address(scales))
+        biased, scaled = b1 is not None, scales is not None
+        options = dict(activation=activation, biased=biased, scaled=scaled, keeps=keep_preactivation)
+        w1, w3 = w1.contiguous(), None if w3 is None else w3.contiguous()  # "up" has no kernel for b_major "n"
+        self._rows("up", x, w1, w3, act, offs, args, i, h, **options)
+        return preactivation, act
+
+    def down(self, act, w2, b2, offs):
+        _, n, k = w2.shape
+        y, bias = self.matrix(act.shape[0], n, act.dtype), _fp32(b2)
+        self._rows("down", act, w2, None, y, offs, DownArgs(address(bias)), n, k, biased=b2 is not None)
+        return y
+
+    def down_backward(self, dy, w2, preactivation, scales, offs, activation, needs: Needs):
+        if not (needs.dpreactivation or needs.dscales):  # w2's gradient needs only act, without a matrix product
+            return reference.down_backward(dy, w2, preactivation, scales, offs, activation, needs)
+        rows = dy.shape[0]
+        _, h, i = w2.shape
+        z = _aligned(preactivation)
+        dz, act = self.matrix(*z.shape, z.dtype), self.matrix(rows, i, dy.dtype)
+        parts, s = None, _fp32(scales)
+        if s is not None:  # partial sums of each row
+            parts = self.matrix(-(-i // DSCALES_COLUMNS), rows, torch.float32)
+        args = DownBackwardArgs(z.data_ptr(), act.data_ptr(), address(s), address(parts))
+        options = dict(activation=activation, scaled=s is not None)
+        self._rows("down_backward", dy, w2, None, dz, offs, args, i, h, transposed=True, **options)
+        return dz, act, parts.sum(0).to(scales.dtype) if needs.dscales else None
+
+    def rows_gradient(self, dpreactivation, w1, w3, offs):
+        _, k, n = w1.shape
+        dx = self.matrix(dpreactivation.shape[0], n, dpreactivation.dtype)
+        self._rows("down", dpreactivation, w1, w3, dx, offs, DownArgs(), n, k, transposed=True)
+        return dx
+
+    def weight_gradient(self, a, b, offs, dtype, out=None):
+        a, b = _aligned(a), _aligned(b)
+        (rows, m), n, groups = a.shape, b.shape[1], offs.shape[0]
+        if out is None:
+            d = self.empty((groups, m, n), (m * n, n, 1), dtype)
+        elif out.dtype is torch.float32 and out.is_contiguous() and out.data_ptr() % 16 == 0:
+            d = out
+        else:
+            d = self.empty((groups, m, n), (m * n, n, 1), torch.float32).copy_(out)
+        ld = a.stride(0) if rows > 1 else m  # a single row may have any stride
+        sizes = dict(a_stride=ld, rows=rows, m=m, n=n, k=None)
+        self._launch("store", a, b, None, d, offs, None, sizes, (m, n, None), accumulate=out is not None)
+        if out is None:
+            return d
+        if d is out:
+            torch.autograd.graph.increment_version(out)
+        else:
+            out.copy_(d)
+        return None
+
+    def bias_gradient(self, a, offs, dtype):
+        ones = a.new_ones((a.shape[0], 8))  # kernels need at least 8 columns
+        return self.weight_gradient(a, ones, offs, torch.float32)[:, :, 0].contiguous().to(dtype)
+
+    def copy_rows(self, x, rows):
+        return self._token_rows("copy", x, rows, rows.numel())
+
+    def sum_rows(self, x, rows):
+        return self._token_rows("sum", x, rows, rows.shape[0])
+
+    # Launches
+
+    def _rows(
+        self, epilogue: str, a: Tensor, w: Tensor, second: Tensor | None, d: Tensor, offs: Tensor, args: tuple, n: int,
+        k: int, transposed: bool = False, **options: Any
+    ) -> None:  # fmt: skip
+        """d = a @ w[g].T for a (R, k) and w (groups, n, k), or a @ w[g] for a `transposed` w (groups, k, n).
+
+        If w is in two tensors, `second` is its other half: along n for "up", along k for "down".
+        """
+        if not w.is_contiguous() and w.transpose(1, 2).is_contiguous():
+            w, transposed = w.transpose(1, 2), not transposed
+            second = None if second is None else second.transpose(1, 2)
+        a, w, total_k = _aligned(a), _aligned(w.contiguous()), k
+        if second is not None:
+            second, options["b_in_two"] = _aligned(second.contiguous()), True
+            total_k = 2 * k if epilogue == "down" else k
+        sizes = dict(a_stride=None, rows=a.shape[0], m=None, n=n, k=k)
+        shape, b_major = (None, n, total_k), "n" if transposed else "k"
+        self._launch(epilogue, a, w, second, d, offs, args, sizes, shape, b_major=b_major, **options)
+
+    def _launch(
+        self, epilogue: str, a: Tensor, b: Tensor, second: Tensor | None, d: Tensor, offs: Tensor, args: tuple | None,
+        sizes: dict[str, int | None], shape: tuple, **options: Any
+    ) -> None:  # fmt: skip
+        """sizes: fields of `GroupedGemmArgs`. options: fields of `GroupedGemmProblem`.
+
+        shape: (m, n, k) of the product, with None for the dimension that groups divide. n counts gate and up
+        separately; k counts both halves.
+        """
+        fields = epilogue, a.dtype, offs.shape[0], d.dtype, shape
+        few_rows = sizes["rows"] <= 128 * offs.shape[0]
+        launch, clusters = self._kernel(choose.epoch, *fields, few_rows, **options)
+        arguments = by_name(GroupedGemmArgs)(
+            a=a.data_ptr(), b=b.data_ptr(), second=address(second), d=d.data_ptr(), offs=offs.data_ptr(), epilogue=args,
+            groups=offs.shape[0], max_clusters=clusters, **sizes,
+        )  # fmt: skip
+        launch(arguments, self.stream())
+
+    def _find_kernel(
+        self, epoch: int, epilogue: str, dtype: torch.dtype, groups: int, out_dtype: torch.dtype,
+        shape: tuple[int | None, int, int | None], few_rows: bool, **options: Any
+    ) -> tuple[Callable, int]:  # fmt: skip
+        """(launch, the number of clusters)"""
+        names, gpu = (cuda.name_of(dtype), cuda.name_of(out_dtype)), self.device.gpu
+        problem = GroupedGemmProblem(epilogue, names[0], max_groups_for(groups), names[1], **options)
+        m, n, k = shape
+        columns = 2 * n if epilogue == "up" and problem.gated else n
+        tile = cluster_tile_for(problem, gpu, m, columns, k, few_rows)
+        problem = dataclasses.replace(problem, cluster_tile=tile)
+        kernel = self.device.kernel_for(problem, gpu)
+        return kernel.launch, kernel.config.max_clusters(gpu.sm_count)
+
+    def _token_rows(self, op: str, x: Tensor, rows: Tensor, num_out: int) -> Tensor:
+        x, rows = _aligned(x.contiguous()), rows.contiguous()  # a hook on saved tensors may return other strides
+        (tokens, k), out = rows.shape, self.matrix(num_out, x.shape[1], x.dtype)
+        problem = TokenRowsProblem(op, x.shape[1], cuda.name_of(x.dtype))
+        launch = self._token_rows_kernel(problem)
+        args = by_name(TokenRowsArgs)(x=x.data_ptr(), rows=rows.data_ptr(), out=out.data_ptr(), tokens=tokens, k=k)
+        launch(args, self.stream())
+        return out
+
+    def _find_token_rows(self, problem: TokenRowsProblem) -> Callable:
+        return self.device.kernel_for(problem, self.device.gpu).launch
+
+
+def steps_of(device: KernelDevice) -> KernelSteps:
+    """The steps that the calls on a device share."""
+    return once(device.cache, "grouped_mlp", KernelSteps, device)
+
+
+# Operands -------------------------------------------------------------------------------------------------------------
+
+
+def _fp32(t: Tensor | None) -> Tensor | None:
+    return None if t is None else _aligned(t.float().contiguous())
+
+
+def _aligned(t: Tensor) -> Tensor:
+    """t, or a copy if its rows do not start on 16 bytes. (Numbers of columns are multiples of 8.)"""
+    if t.data_ptr() % 16 == 0 and (t.is_contiguous() or all(step == 1 or step % 8 == 0 for step in t.stride())):
+        return t
+    return t.clone(memory_format=torch.preserve_format)

@@ -1,0 +1,146 @@
+"""The epilogues of grouped GEMMs, one per step of an MLP, on tiles of one group."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from quackish.kernels.gemm.grouped_operands import GroupMatrices, rows_of_group
+from quackish.kernels.gemm.grouped_problem import DownArgs, UpArgs, grouped_gemm_buffers
+from quackish.kernels.gemm.problem import BLOCK_M
+from quackish.kernels.gemm.tile_store import Block, Group, Output, TileStore, column_of, row_of, thread_rows
+from quackish.kernels.memory import vector_at
+from quackish.ops.mlp.kernels.activations import activate_gate, activate_up, overflow_as_fp16
+
+
+class GroupStore(TileStore):
+    """Stores tiles of a group's rows, or of its matrix D[group]."""
+
+    def __init__(self, problem, config):
+        super().__init__(problem.out_dtype, config, problem.accumulate, problem.piece_bytes)
+        self.along_m = problem.along == "m"
+        self.num_buffers = grouped_gemm_buffers(problem, config)
+
+    @cute.jit
+    def copy_out(self, out: Output, buffer: Int32, block: Block, j: cutlass.Constexpr[int]):
+        (atom,) = out.atoms
+        sD, gD = self.partition(atom, out.staging, block, j)
+        cute.copy(atom[0], sD[None, buffer], gD)
+
+    def load_atom(self, mD):
+        op = cpasync.CopyBulkTensorTileG2SOp()
+        piece = (BLOCK_M, self.piece_n)
+        return cpasync.make_tiled_tma_atom(op, mD, cute.slice_(self.layout(), (None, None, 0)), piece)
+
+    def partition(self, atom: tuple, staging, block: Block, j: int):
+        """The buffers, and piece j of the block, as TMA copies them."""
+        rows = rows_of_group(atom[1], block, block.row0, block.col0 + j * self.piece_n, self.along_m)
+        g = cute.local_tile(rows, (BLOCK_M, self.piece_n), (0, 0))
+        return cpasync.tma_partition(
+            atom[0], 0, cute.make_layout(1), cute.group_modes(staging, 0, 2), cute.group_modes(g, 0, 2)
+        )
+
+
+class GroupEpilogue(GroupMatrices):
+    """Along k, and "down": stores D, plus a bias along m."""
+
+    def __init__(self, problem, config):
+        super().__init__(problem, config, GroupStore(problem, config))
+
+    @cute.jit
+    def __call__(self, acc, prefetched, args: DownArgs, out: Output, block: Block):
+        per_piece = const_expr(self.output.piece_n // 2)
+        for j in cutlass.range_constexpr(self.output.num_pieces):
+            values = range(j * per_piece, (j + 1) * per_piece)
+            if const_expr(self.problem.biased):  # by pieces: registers spill where all of the bias is loaded first
+                piece = block._replace(col0=block.col0 + j * self.output.piece_n)
+                self.add_bias(acc, values, args.bias, block.n, 0, piece)
+            self.fill(acc, values, block.group)
+            self.output(acc, j, out, block)
+
+    @cute.jit
+    def fill(self, acc, values: cutlass.Constexpr[range], group: Group):
+        """Overwrites these values of rows that are not a product."""
+        if group.is_filled:
+            for v in cutlass.range_constexpr(values.start, values.stop):
+                acc[v] = group.fill
+
+    @cute.jit
+    def add_bias(
+        self, acc, values: cutlass.Constexpr[range], bias: cute.Pointer, width: Int32, first: Int32, block: Block
+    ):
+        """Adds bias[group, first + column], of `width` columns, to these values of acc, whose first column is col0."""
+        row = Int64(cutlass.min(block.group.index, block.group.groups - 1)) * width + first
+        base = bias + (row + block.col0 + column_of(0, block.thread))
+        columns = block.n - block.col0
+        for i in cutlass.range_constexpr(values.start, values.stop, 4):
+            col = const_expr((i - values.start) * 2)
+            if col < columns:  # both are multiples of 8
+                two = vector_at(base, col, 2).load()
+                for v in cutlass.range_constexpr(4):
+                    acc[i + v] = acc[i + v] + two[v % 2]
+
+    @cute.jit
+    def row_scales(self, scales: cute.Pointer, block: Block):
+        """The scales of the thread's two rows; 0 for rows that are not in a group."""
+        s = cute.make_rmem_tensor((2,), Float32)
+        for r in cutlass.range_constexpr(2):
+            s[r] = Float32(0.0)
+            row = block.row0 + thread_rows(block.thread) + 8 * r
+            if row < block.live and not block.group.is_filled:
+                s[r] = (scales + (block.start + row)).load()
+        return s
+
+
+class Up(GroupEpilogue):
+    """Stores the preactivation, with `keeps`, and its scaled activation."""
+
+    def __init__(self, problem, config):
+        super().__init__(problem, config)
+        self.pieces_per_part = self.output.num_pieces // self.num_parts
+
+    @cute.jit
+    def prepare(self, args: UpArgs, out: Output, block: Block):
+        return self.row_scales(args.scales, block) if const_expr(self.problem.scaled) else None
+
+    @cute.jit
+    def finish_piece(self, acc, args: UpArgs, block: Block, j: cutlass.Constexpr[int]):
+        """Makes piece j of the products the preactivation."""
+        part, per_piece = j // self.pieces_per_part, self.output.piece_n // 2
+        values = range(j * per_piece, (j + 1) * per_piece)
+        if const_expr(self.problem.biased):
+            first = block._replace(col0=block.col0 + (j - part * self.pieces_per_part) * self.output.piece_n)
+            self.add_bias(acc, values, args.bias, block.n * self.num_parts, block.n * part, first)
+        if const_expr(self.problem.dtype == "float16"):  # backward reads it in fp16
+            for v in cutlass.range_constexpr(values.start, values.stop):
+                acc[v] = overflow_as_fp16(acc[v])
+        self.fill(acc, values, block.group)
+
+    @cute.jit
+    def __call__(self, acc, scales, args: UpArgs, out: Output, block: Block):
+        p = self.problem
+        per_part, per_piece = const_expr(cute.size(acc) // self.num_parts), self.output.piece_n // 2  # of a thread
+
+        # the preactivation
+        if const_expr(p.keeps):
+            for j in cutlass.range_constexpr(self.output.num_pieces):
+                part = const_expr(j // self.pieces_per_part)
+                of_part = block._replace(col0=block.col0 - part * self.tile_cols)
+                self.finish_piece(acc, args, block, j)
+                self.output(acc, j, out.only(1 + part), of_part, j)
+
+        # the activation
+        stored = const_expr(self.output.num_pieces if p.keeps else 0)
+        for j in cutlass.range_constexpr(self.pieces_per_part):
+            if const_expr(not p.keeps):  # here, as registers spill where all of the bias is loaded first
+                for part in cutlass.range_constexpr(self.num_parts):
+                    self.finish_piece(acc, args, block, part * self.pieces_per_part + j)
+            for v in cutlass.range_constexpr(j * per_piece, (j + 1) * per_piece):
+                a, _ = activate_gate(acc[v], p.activation)
+                if const_expr(p.gated):
+                    u, _ = activate_up(acc[per_part + v], p.activation)
+                    a = a * u
+                if const_expr(p.scaled):
+                    a = a * scales[row_of(v)]
+                acc[v] = a
+            self.output(acc, j, out.only(0), block, stored + j)

@@ -1,0 +1,11 @@
+"""RMSNorm.
+
+api.py        the public functions and the module
+checks.py     checks of the arguments
+reference.py  the same math in PyTorch: the specification, and the portable path
+problems.py   what the kernels compute, how they are configured, and their descriptions
+kernels/      device code
+plans.py      what depends on shapes and options only, computed once per kind of call; the launches
+sharding.py   how the operators shard DTensors
+tools.py      what bench, explain, precompile, tune and doctor know of it; measure.py, providers.py: for bench
+"""

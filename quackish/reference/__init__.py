@@ -1,1 +1,0 @@
-"""The operations in plain PyTorch, on any device: the specification for tests, and the portable path."""

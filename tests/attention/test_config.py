@@ -1,0 +1,176 @@
+"""Attention's kernels: their configs, and compiled without spilled registers."""
+
+import itertools
+
+import pytest
+
+from quackish.device import cubin
+from quackish.gpu import H200
+from quackish.ops.attention.problems import (
+    AttentionBiasProblem,
+    AttentionConfig,
+    AttentionForwardProblem,
+    AttentionKeysProblem,
+    AttentionMaskConfig,
+    AttentionMaskProblem,
+    AttentionOrderConfig,
+    AttentionOrderProblem,
+    AttentionProductProblem,
+    AttentionQueriesProblem,
+    AttentionRowsConfig,
+    AttentionRowsProblem,
+    attention_config,
+    attention_why_illegal,
+    bias_parts,
+    keys_ahead,
+    own_in_registers,
+)
+from tests.variants import check_compiles, one_per, one_per_kernel
+
+BF16, FP16, FP32 = "bfloat16", "float16", "float32"
+FIELDS = [  # one of each kernel is compiled in every run of the tests
+    dict(dtype=BF16, d=64, bias_dtype=BF16),
+    dict(dtype=BF16, d=128, bias_dtype=BF16, softcap=True, band=True),
+    dict(dtype=BF16, d=128, bias_dtype=FP32, mask=True),
+    dict(dtype=FP16, d=96, bias_dtype=FP32, bias_aligned=False, mask=True, mask_aligned=False, band=True),
+    dict(dtype=BF16, d=64, mask=True, band=True),
+    dict(dtype=FP16, d=32, bias_dtype=FP16, mask=True, band=True, softcap=True),
+]
+
+
+def problems():
+    for fields in FIELDS:
+        has_bias = fields.get("bias_dtype") is not None
+        yield "attention_fwd", AttentionForwardProblem(**fields)
+        yield "attention_bwd_queries", AttentionQueriesProblem(**fields)
+        yield "attention_bwd_keys", AttentionKeysProblem(**fields, dbias=has_bias)
+        of_product = {name: fields.get(name, False) for name in ("mask", "band")}
+        yield (
+            "attention_bwd_product",
+            AttentionProductProblem(
+                fields["dtype"], fields["d"], None, True, of_product["mask"], False, of_product["band"]
+            ),
+        )
+        if has_bias:
+            yield "attention_bwd_bias", AttentionBiasProblem(**fields)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name, problem, gpu", one_per_kernel((*case, H200) for case in problems()))
+def test_compiles_without_spills(name, problem, gpu):
+    check_compiles(name, problem, attention_config(problem, gpu), gpu)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "name, problem",
+    one_per(
+        lambda name, problem: name,
+        [
+            ("attention_fwd", AttentionForwardProblem(BF16, 128, BF16)),
+            ("attention_fwd", AttentionForwardProblem(BF16, 64, BF16)),
+            ("attention_bwd_keys", AttentionKeysProblem(BF16, 128, BF16, dbias=True)),
+            ("attention_bwd_keys", AttentionKeysProblem(BF16, 64, BF16, dbias=True)),
+            ("attention_bwd_keys", AttentionKeysProblem(BF16, 128, mask=True)),
+            ("attention_bwd_queries", AttentionQueriesProblem(BF16, 128, BF16)),
+            ("attention_bwd_queries", AttentionQueriesProblem(BF16, 64, BF16)),
+        ],
+    ),
+)
+def test_matmuls_overlap(name, problem):
+    """ptxas waits for each WGMMA at once if it finds fault with a loop: then there are as many waits as WGMMAs."""
+    config = attention_config(problem, H200)
+    _, sass = cubin.disassemble(problem.spec.kernel_class(H200), problem, config, H200.target)
+    wgmmas, waits = (sum(word in i.text for i in sass) for word in ("HGMMA", "WARPGROUP.DEPBAR"))
+    assert 0 < waits < wgmmas / 2, (waits, wgmmas)
+
+
+@pytest.mark.parametrize("dlse", [True, False])
+def test_rows_compile_without_spills(dlse):
+    check_compiles("attention_bwd_rows", AttentionRowsProblem(BF16, dlse), AttentionRowsConfig(), H200)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("by_vectors", [True, False])
+def test_classes_compile_without_spills(by_vectors):
+    check_compiles("attention_mask", AttentionMaskProblem(by_vectors), AttentionMaskConfig(), H200)
+
+
+@pytest.mark.exhaustive
+def test_order_compiles_without_spills():
+    check_compiles("attention_order", AttentionOrderProblem(), AttentionOrderConfig(), H200)
+
+
+def test_measured_configs():
+    """The fastest of those that an H100 or H200 ran: benchmarks/results/H200/attention.md."""
+    for d, forward, keys, product in (
+        (64, (128, 3, 2), (128, 2, 2), (128, 4)),
+        (128, (128, 2), (64, 3), (128, 3)),
+    ):
+        fields = dict(dtype=BF16, d=d, bias_dtype=BF16)
+        of = {
+            AttentionForwardProblem(**fields): forward,
+            AttentionKeysProblem(**fields, dbias=True): keys,
+            AttentionProductProblem(BF16, d): product,
+        }
+        for problem, expected in of.items():
+            assert attention_config(problem, H200) == AttentionConfig(2, *expected)
+        of_keys = AttentionKeysProblem(**fields, dbias=True)
+        assert keys_ahead(of_keys, AttentionConfig(2, *keys)) == (d == 128)  # at d 64 fewer, larger tiles are faster
+        assert not keys_ahead(of_keys, AttentionConfig(2, 64, 1))
+
+
+@pytest.mark.parametrize(
+    "problem, tiles",
+    [
+        (AttentionForwardProblem(BF16, 128, mask=True), 1),
+        (AttentionKeysProblem(BF16, 64, mask=True), 2),
+        (AttentionKeysProblem(BF16, 64, BF16, dbias=True), 0),
+        (AttentionKeysProblem(BF16, 32, mask=True), 0),  # one would fit by number, and spills
+        (AttentionQueriesProblem(BF16, 128, mask=True), 1),
+    ],
+)
+def test_own_tiles_in_registers(problem, tiles):
+    assert own_in_registers(problem, attention_config(problem, H200)) == tiles
+
+
+def test_every_problem_has_a_legal_config():
+    flags = (True, False)
+    for d, bias, aligned, mask, mask_aligned, band, softcap in itertools.product(
+        (32, 64, 96, 128), (BF16, FP32, None), flags, flags, flags, flags, flags
+    ):
+        fields = dict(dtype=BF16, d=d, bias_dtype=bias, bias_aligned=aligned, mask=mask, mask_aligned=mask_aligned,
+                      band=band, softcap=softcap)  # fmt: skip
+        found = [AttentionForwardProblem(**fields), AttentionKeysProblem(**fields, dbias=bias is not None)]
+        found += [AttentionQueriesProblem(**fields), AttentionProductProblem(BF16, d, None, True, mask, False, band)]
+        found += [AttentionBiasProblem(**fields)] * (bias is not None)
+        for problem in found:
+            assert attention_why_illegal(problem, attention_config(problem, H200), H200) is None
+
+
+@pytest.mark.parametrize(
+    "problem, config, why",
+    [
+        (AttentionForwardProblem, (1, 128, 2), "num_wgs is 1; expected 2 or 3"),
+        (AttentionForwardProblem, (2, 32, 2), "tile is 32; expected one of 128, 64"),
+        (AttentionForwardProblem, (2, 64, 0), "num_stages is 0; expected at least 1"),
+        (AttentionForwardProblem, (2, 64, 2, 3), "own_stages is 3; expected 1 or 2"),
+        (AttentionBiasProblem, (2, 64, 2, 2), "own_stages is 2; expected 1: this kernel keeps no tiles"),
+        (AttentionQueriesProblem, (2, 64, 1), "num_stages is 1; expected at least 2"),
+        (AttentionForwardProblem, (3, 128, 2), "about 200 registers per thread, of 160; expected a"),
+        (AttentionForwardProblem, (2, 128, 4), "expected fewer stages or a smaller tile"),
+    ],
+)
+def test_illegal_configs(problem, config, why):
+    assert why in attention_why_illegal(problem(BF16, 128, BF16), AttentionConfig(*config), H200)
+
+
+def test_the_order_of_tiles_is_one_of_128_rows():
+    why = attention_why_illegal(AttentionForwardProblem(BF16, 64, mask=True), AttentionConfig(3, 64, 2), H200)
+    assert "num_wgs is 3; with a mask expected 2" in why
+
+
+def test_parts_of_a_broadcast_sum():
+    assert bias_parts(64, 1, 2048, 2048, 132) == 1  # 512 tiles occupy the GPU
+    assert bias_parts(64, 1, 256, 256, 132) == 33  # 8 tiles
+    assert bias_parts(3, 1, 64, 64, 132) == 3  # at most one part per head

@@ -1,0 +1,268 @@
+"""Attention's kernels in the emulator and on a GPU: numbers, bits, skipped tiles, CUDA graphs, compilation."""
+
+import contextlib
+
+import pytest
+import torch
+
+import quackish
+from quackish.device.kernel_device import KernelDevice, substitute
+from quackish.device.kernel_for import kernel_for
+from quackish.errors import UnsupportedError
+from quackish.gpu import H200
+from quackish.testing.errors import error, same_bits
+from tests.attention.cases import (
+    BF16,
+    FP16,
+    FP32,
+    FP64,
+    GRADS,
+    LARGE,
+    assert_large_right,
+    assert_right,
+    case,
+    large_case,
+    large_products,
+    step,
+    truth,
+)
+from tests.cuda_graphs import captured, no_synchronization
+from tests.emulator_cases import HOPPER, QUICK, emulated
+
+attention = quackish.scaled_dot_product_attention
+CPU = torch.device("cpu")
+
+# In the emulator ------------------------------------------------------------------------------------------------------
+
+
+def launches(report):
+    return [launch.kernel for launch in report.launches]
+
+
+def test_bias_and_mask_emulated():
+    """A bias with a gradient of its own for each head, and rows without keys."""
+    args = case(1, 1, 70, 72, bias=(1, 1, 70, 72), mask=(1, 1, 70, 72))
+    with emulated(QUICK) as report:
+        got = step(args)
+    of_backward = ["attention_bwd_rows", "attention_bwd_keys", "attention_bwd_product"]
+    assert launches(report) == ["attention_mask", "attention_fwd", *of_backward]
+    assert_right(got, truth(args))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("where", HOPPER)
+def test_broadcast_bias_emulated(where):
+    args = case(2, 2, 20, 33, 40, kv_heads=1, bias=(1, 2, 20, 33), bias_dtype=FP32, dtype=FP16, softcap=2.0)
+    with emulated(where) as report:
+        got = step(args)
+    assert launches(report)[-1] == "attention_bwd_bias"
+    assert_right(got, truth(args), FP16)
+
+
+@pytest.mark.parametrize("where", [QUICK, pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_large_scores(where):
+    """Biases of -1e9 for all keys of the first tile, of 1e30 and others: as exact as scores in fp32.
+
+    On a GPU a product and a sum may be one multiply-add, which rounds differently; in the emulator they are not.
+    """
+    device = "cpu" if where == QUICK else where
+    args = case(1, 1, 64, 200, bias=(1, 1, 64, 200), bias_dtype=FP32, dtype=FP16, device=device)
+    with torch.no_grad():
+        bias = args["attn_bias"][0, 0]
+        bias[:20, :130] -= 1e9
+        bias[20:30, :130] -= 1e30
+        bias[30:40] -= 1e9  # all keys of these rows
+        bias[40:50, 150:] += 1e30
+        bias[50:60, 140:] = torch.finfo(FP32).min
+        want = attention(**args, backend="reference")
+        with emulated(QUICK) if where == QUICK else contextlib.nullcontext():
+            got = attention(**args, backend="cute")
+    assert error(got, want.double()).within(norm=2**-10, worst=2**-7)
+
+
+SLOW, ON_CUDA = pytest.param(QUICK, marks=pytest.mark.exhaustive), pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+def device_in(where):
+    return ("cuda", contextlib.nullcontext()) if where == "cuda" else ("cpu", emulated(where))
+
+
+@pytest.mark.parametrize("where", [SLOW, ON_CUDA])
+@pytest.mark.parametrize("kind", LARGE)
+def test_large_biases(kind, where):
+    """On a GPU a multiply and an add may be one instruction, which rounds once; in the emulator they are not."""
+    device, context = device_in(where)
+    args = large_case(device, **LARGE[kind])
+    with context:
+        assert_large_right(step(args), args)
+
+
+@pytest.mark.parametrize("where", [SLOW, ON_CUDA])
+@pytest.mark.parametrize("scale", [2.0**12, -(2.0**12)])
+def test_large_products(scale, where):
+    device, context = device_in(where)
+    args = large_products(scale, device)
+    with context:
+        assert_large_right(step(args), args)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(16, 16, 512, 512, 128), (2, 4, 1100, 700, 64)])
+def test_calls_in_a_row(sizes):
+    """Bits, where nothing waits between calls: launches start while the ones before them end."""
+    batch, heads, num_q, num_k, d = sizes
+    args = case(batch, heads, num_q, num_k, d, bias=(1, 1, num_q, num_k), device="cuda")
+    mask = torch.rand(batch, 1, num_q, num_k, device="cuda") < 0.5
+    do = torch.randn_like(args["query"])
+
+    def call(names, **options):
+        leaves = [args[name] for name in names]
+        out = attention(**dict(zip(names, leaves, strict=True)), **options, backend="cute")
+        return out.detach(), *torch.autograd.grad(out, leaves, do)
+
+    biased, masked = lambda: call(GRADS), lambda: call(GRADS[:3], attn_mask=mask)
+    for run in (biased, masked):
+        want = run()
+        for i in range(100):
+            for _ in range(i % 4):
+                biased()
+                run()
+            assert all(map(same_bits, run(), want)), i
+
+
+@pytest.mark.exhaustive
+def test_one_stage_emulated():
+    args = case(1, 1, 70, 200, 128, bias=(1, 1, 70, 200))
+    one = dict(num_stages=1)
+    forced = quackish.config(attention_forward=one, attention_backward_keys=one, attention_backward_product=one)
+    with forced, emulated(QUICK):
+        assert_right(step(args), truth(args))
+
+
+@pytest.mark.exhaustive
+def test_nan_in_a_skipped_tile():
+    """Causal: NaN in keys of tiles past the last row reaches nothing."""
+    args = case(1, 1, 64, 300, bias=(1, 1, 64, 300), is_causal=True)
+    want = truth(args)
+    with torch.no_grad():
+        for name in ("key", "value"):
+            args[name][:, :, 128:] = torch.nan
+        args["attn_bias"][..., 128:] = torch.nan
+    with emulated(QUICK):
+        got = step(args)
+    assert_right(got, want)
+
+
+# Which calls have kernels ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fields, change, reason",
+    [
+        (dict(dtype=FP32), {}, "torch.float32; supported: torch.bfloat16, torch.float16"),
+        (dict(d=136), {}, "a head dimension of 136; expected a multiple of 8 up to 128"),
+        (dict(d=20), {}, "a head dimension of 20; expected a multiple of 8 up to 128"),
+        ({}, dict(value=torch.zeros(1, 2, 70, 32, dtype=BF16)), "head dimensions 64 of query and 32 of value"),
+        (dict(bias_dtype=FP64), {}, "a bias of torch.float64"),
+        (dict(num_q=1, num_k=70), {}, "a single query"),
+    ],
+)
+def test_why_no_kernel(fields, change, reason):
+    num_q = fields.get("num_q", 70)
+    args = case(bias=(1, 2, num_q, 70), **fields) | change
+    with substitute("cpu", KernelDevice(H200, kernel_for)), pytest.raises(UnsupportedError, match=reason):
+        attention(**args, backend="cute")
+
+
+# On a GPU -------------------------------------------------------------------------------------------------------------
+
+ON_GPU = {
+    **{f"length {n}": dict(num_q=max(n, 2), num_k=n, bias=(2, 2, max(n, 2), n)) for n in (1, 63, 64, 65, 127, 129)},
+    "Lq != Lk, GQA": dict(heads=4, kv_heads=2, num_q=300, num_k=520, bias=(1, 4, 300, 520)),
+    "causal, GQA": dict(heads=4, kv_heads=2, num_q=300, num_k=520, bias=(2, 4, 300, 520), is_causal=True),
+    "d 128, mask": dict(num_q=512, d=128, bias=(2, 2, 512, 512), mask=(2, 1, 512, 512)),
+    "d 32, fp32 bias of all heads": dict(num_q=200, num_k=264, d=32, bias=(1, 1, 200, 264), bias_dtype=FP32),
+    "window, softcap": dict(num_q=512, d=96, bias=(2, 2, 512, 512), window=(100, 20), softcap=2.0),
+    "causal, fp32 bias": dict(num_q=512, bias=(2, 2, 512, 512), bias_dtype=FP32, is_causal=True),
+    "mask alone": dict(num_q=400, mask=(1, 1, 400, 400)),
+    "mask of keys": dict(heads=4, kv_heads=1, num_q=70, num_k=1000, d=40, mask=(2, 1, 1, 1000)),
+    "window alone": dict(num_q=600, window=(64, 0)),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ON_GPU)
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_numbers_and_bits_on_gpu(kind, dtype):
+    args = case(**dict(batch=2, dtype=dtype, device="cuda") | ON_GPU[kind])
+    got = step(args)
+    assert_right(got, truth(args), dtype)
+    for _ in range(19):
+        again = step(args)
+        assert all(same_bits(again[name], t) for name, t in got.items())
+
+
+@pytest.mark.gpu
+def test_a_row_does_not_depend_on_the_batch_on_gpu():
+    args = case(3, 4, 200, 264, bias=(3, 4, 200, 264), mask=(3, 4, 200, 264), device="cuda")
+    one = {name: t[1:2, 2:3].detach().requires_grad_(t.requires_grad) for name, t in args.items()}
+    with torch.no_grad():
+        assert same_bits(attention(**args, backend="cute")[1:2, 2:3], attention(**one, backend="cute"))
+
+
+@pytest.mark.gpu
+def test_transposed_tensors_are_read_in_place_on_gpu():
+    args = case(2, 3, 150, bias=(2, 3, 150, 150), device="cuda")
+    want = step(args)
+    for name in ("query", "key", "value"):
+        args[name] = args[name].detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+    got = step(args)
+    assert got["o"].stride() == args["query"].stride()
+    assert all(same_bits(got[name], t) for name, t in want.items())
+
+
+@pytest.mark.gpu
+def test_no_batch_on_gpu():
+    args = case(0, 2, 65, bias=(1, 2, 65, 65), device="cuda")
+    assert not step(args, backend="auto")["attn_bias"].any()
+
+
+@pytest.mark.gpu
+def test_graph_with_another_mask_on_gpu():
+    args = case(2, 2, 129, 200, bias=(1, 2, 129, 200), mask=(2, 1, 129, 200), device="cuda")
+    graph, got = captured(lambda: step_without_cpu(args))
+    for seed in range(3):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            args["attn_mask"].copy_(torch.rand(2, 1, 129, 200) < 0.3)
+            args["attn_bias"].copy_(torch.randn(1, 2, 129, 200))
+        graph.replay()
+        for name, t in step_without_cpu(args).items():
+            assert same_bits(got[name], t), name
+
+
+def step_without_cpu(args):
+    """As `step`, without tensors on the CPU."""
+    out = attention(**args, backend="cute")
+    names = [name for name in ("query", "key", "value", "attn_bias") if name in args]
+    grads = torch.autograd.grad(out, [args[name] for name in names], torch.ones_like(out))
+    return {"o": out.detach(), **dict(zip(names, grads, strict=True))}
+
+
+@pytest.mark.gpu
+def test_nothing_synchronizes_on_gpu():
+    for bias in ((2, 2, 129, 129), (1, 2, 129, 129)):
+        args = case(2, 2, 129, bias=bias, mask=(2, 1, 129, 129), device="cuda")
+        step_without_cpu(args)  # compiles
+        with no_synchronization():
+            step_without_cpu(args)
+
+
+@pytest.mark.gpu
+def test_compiles_for_two_lengths_on_gpu():
+    torch.compiler.reset()
+    compiled = torch.compile(attention, fullgraph=True, dynamic=True)
+    for length in (129, 200):
+        args = case(2, 2, length, bias=(1, 2, length, length), mask=(2, 1, length, length), device="cuda")
+        got, want = (step(args, function) for function in (compiled, attention))
+        assert all(same_bits(got[name], t) for name, t in want.items())

@@ -1,0 +1,372 @@
+"""Hazards that the emulator finds for every seed, with PTX written by hand: each mistake beside the right kernel.
+
+Mistakes in a whole GEMM are in test_emulator_mistakes.py.
+"""
+
+import dataclasses
+import functools
+import struct
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+import quackish
+from quackish import emulation, emulator
+from quackish.device.kernel_device import KernelDevice, substitute
+from quackish.device.kernel_for import CompiledKernel, request_for
+from quackish.emulator import Fault, decode, ptx
+from quackish.gpu import H200
+from tests.emulator.ptx import kernel, launch
+
+U32 = np.uint32
+SEEDS = range(3)
+REGISTERS = (
+    ".reg .b32 %t; .reg .b32 %s; .reg .b32 %a; .reg .b32 %b; .reg .b32 %m; .reg .b32 %n; .reg .b32 %r; .reg .b32 %v;"
+    ".reg .b64 %o; .reg .pred %p; .reg .pred %first;"
+)
+SHARED = ".shared .align 128 .b8 buffer[2048];"
+
+
+def run(body, threads=64, ctas=1, completion="at_once", seed=0):
+    """Runs `body`, in which %t is the thread and %s the address of shared memory. `%out` has 64 numbers."""
+    start = "mov.u32 %t, %tid.x; mov.u32 %s, buffer; setp.eq.u32 %first, %t, 0; mad.lo.u32 %a, %t, 4, %s;\n"
+    out = np.zeros(64, U32)
+    launch(
+        kernel(start + body, "out", REGISTERS, SHARED), out, grid=(ctas, 1, 1), cluster=(ctas, 1, 1),
+        block=(threads, 1, 1), completion=completion, seed=seed,
+    )  # fmt: skip
+    return out
+
+
+def check(right, wrong, message, **options):
+    """The right kernel has no fault, and the wrong one has this fault, with every seed."""
+    for completion in ("at_once", "late"):
+        for seed in SEEDS:
+            run(right, completion=completion, seed=seed, **options)
+            with pytest.raises(Fault, match=message):
+                run(wrong, completion=completion, seed=seed, **options)
+
+
+# Threads
+
+
+@pytest.mark.parametrize("barrier", ["bar.sync 0;", "bar.sync 1, 64;", "barrier.cluster.arrive; barrier.cluster.wait;"])
+def test_a_number_of_another_warp(barrier):
+    body = "st.shared.u32 [%a], %t; {} xor.b32 %b, %t, 32; mad.lo.u32 %b, %b, 4, %s; ld.shared.u32 %v, [%b];"
+    wrong = "race: thread \\d+ (reads|writes) shared memory at 0x\\w+ of CTA .*puts this after the (write|read) of it"
+    check(body.format(barrier), body.format(""), wrong)
+
+
+def test_a_relaxed_arrival_orders_nothing():
+    body = "st.shared.u32 [%a], %t; {} xor.b32 %b, %t, 32; mad.lo.u32 %b, %b, 4, %s; ld.shared.u32 %v, [%b];"
+    relaxed = "barrier.cluster.arrive.relaxed; barrier.cluster.wait;"
+    check(body.format("fence.acq_rel.cluster;" + relaxed), body.format(relaxed), "race: ")
+    with pytest.raises(Fault, match="race: "):
+        run(body.format("fence.mbarrier_init.release.cluster;" + relaxed))
+
+
+def test_memory_written_again_before_others_have_read():
+    body = "st.shared.u32 [%a], %t; bar.sync 0; ld.shared.u32 %v, [%s]; {} @%first st.shared.u32 [%s], 7;"
+    check(body.format("bar.sync 0;"), body.format(""), "race: ")
+
+
+def test_a_number_of_another_lane():
+    body = "st.shared.u32 [%a], %t; {} xor.b32 %b, %t, 1; mad.lo.u32 %b, %b, 4, %s; ld.shared.u32 %v, [%b];"
+    check(body.format("bar.warp.sync -1;"), body.format(""), "race: thread \\d+ reads", threads=32)
+
+
+def test_neighbors_in_one_word_are_no_race():
+    """Two warps write the two halves of a word."""
+    body = "mad.lo.u32 %a, %t, 2, %s; shr.u32 %b, %t, 5; and.b32 %v, %t, 31; shl.b32 %v, %v, 2; add.u32 %v, %v, %s;"
+    body += "mad.lo.u32 %v, %b, 2, %v; cvt.u16.u32 %h, %t; st.shared.u16 [%v], %h; bar.sync 0; ld.shared.u32 %b, [%s];"
+    run(".reg .b16 %h;" + body)
+
+
+MBARRIER = """
+    @!%first bra READY;
+    mbarrier.init.shared.b64 [%s], 1;
+    READY:
+    {sync}
+    add.u32 %a, %a, 1024; add.u32 %b, %s, 1024;
+    @!%first bra WAIT;
+    st.shared.u32 [%b], 7;
+    mbarrier.arrive.shared.b64 _, [%s];
+    {after}
+    WAIT: mbarrier.try_wait.parity.shared.b64 %p, [%s], 0; @!%p bra WAIT;
+    ld.shared.u32 %v, [%b];
+"""
+
+
+def test_an_mbarrier_orders_what_precedes_the_arrival():
+    right = MBARRIER.format(sync="bar.sync 0;", after="")
+    check(right, MBARRIER.format(sync="bar.sync 0;", after="st.shared.u32 [%b], 8;"), "race: ")
+
+
+def test_an_mbarrier_used_before_all_know_it():
+    with pytest.raises(
+        Fault, match=r"mbarrier before its mbarrier.init: a barrier such as bar.sync|no initialized mbar"
+    ):
+        run(MBARRIER.format(sync="", after=""))
+
+
+# Clusters
+
+REMOTE = """
+    mov.u32 %r, %cluster_ctarank; xor.b32 %n, %r, 1;
+    mbarrier.init.shared.b64 [%s], 1;
+    mbarrier.arrive.expect_tx.shared.b64 _, [%s], 4;
+    {read}
+    {sync}
+    mapa.shared::cluster.u32 %m, %s, %n;
+    add.u32 %b, %m, 64; add.u32 %v, %r, 70;
+    st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%b], %v, [%m];
+    WAIT: mbarrier.try_wait.parity.shared.b64 %p, [%s], 0; @!%p bra WAIT;
+    ld.shared.u32 %v, [%s+64];
+"""
+
+
+def test_mbarriers_of_other_ctas_need_their_fence():
+    barrier = "barrier.cluster.arrive.relaxed; barrier.cluster.wait;"
+    right = "fence.mbarrier_init.release.cluster;" + barrier
+    message = "fence.mbarrier_init and a barrier of the cluster"
+    check(REMOTE.format(sync=right, read=""), REMOTE.format(sync=barrier, read=""), message, threads=1, ctas=2)
+    run(REMOTE.format(sync="barrier.cluster.arrive; barrier.cluster.wait;", read=""), threads=1, ctas=2)
+
+
+def test_a_store_to_another_cta_which_still_reads():
+    read = "ld.shared.u32 %v, [%s+64];"
+    relaxed = "fence.mbarrier_init.release.cluster; barrier.cluster.arrive.relaxed; barrier.cluster.wait;"
+    right = REMOTE.format(sync="barrier.cluster.arrive; barrier.cluster.wait;", read=read)
+    wrong = REMOTE.format(sync=relaxed, read=read)
+    check(right, wrong, "race: asynchronous work writes shared memory(.|\n)*ld.shared", threads=1, ctas=2)
+
+
+def test_a_number_in_another_cta():
+    body = """
+        mov.u32 %r, %cluster_ctarank; xor.b32 %n, %r, 1; mapa.shared::cluster.u32 %b, %a, %n;
+        {} st.shared::cluster.u32 [%b], %r; {}
+        ld.shared.u32 %v, [%a];
+        barrier.cluster.arrive; barrier.cluster.wait;
+    """
+    sync = "barrier.cluster.arrive; barrier.cluster.wait;"
+    check(body.format("", sync), body.format("", ""), r"race: thread \d+ (reads|writes)", ctas=2)
+    check(
+        body.format("", sync), body.format("ld.shared.u32 %v, [%a];", sync), r"race: thread \d+ (reads|writes)", ctas=2
+    )
+
+
+# The async proxy
+
+STORE = """
+    st.shared.u32 [%a], %t;
+    {fence}
+    bar.sync 0;
+    @!%first bra DONE;
+    {late_fence}
+    cp.async.bulk.global.shared::cta.bulk_group [%out], [%s], 256;
+    cp.async.bulk.commit_group;
+    {wait}
+    st.shared.u32 [%s], 9;
+    DONE:
+"""
+FENCE, WAIT = "fence.proxy.async.shared::cta;", "cp.async.bulk.wait_group.read 0;"
+
+
+def test_generic_writes_that_a_bulk_store_reads():
+    right, wrong = (STORE.format(fence=fence, late_fence="", wait=WAIT) for fence in (FENCE, ""))
+    check(right, wrong, "the async proxy reads shared memory(.|\n)*no fence.proxy.async(.|\n)*st.shared")
+    run(STORE.format(fence="", late_fence=FENCE, wait=WAIT))  # the fence is on the path from the writes to the store
+    with pytest.raises(Fault, match=r"no fence.proxy.async"):
+        run(STORE.format(fence="fence.proxy.async.global;", late_fence="", wait=WAIT))
+
+
+def test_memory_reused_while_a_bulk_store_reads_it():
+    right, wrong = (STORE.format(fence=FENCE, late_fence="", wait=wait) for wait in (WAIT, ""))
+    check(right, wrong, "race: thread 0 writes(.|\n)*nothing has waited(.|\n)*cp.async.bulk.global")
+    with pytest.raises(Fault, match="race: thread 0 writes"):
+        run(STORE.format(fence=FENCE, late_fence="", wait="cp.async.bulk.wait_group.read 1;"))
+
+
+def test_many_threads_store_the_same_memory():
+    """Each is a reader of its own: the shadow of memory grows."""
+    body = """
+        @%first st.shared.u32 [%s], 7;
+        fence.proxy.async.shared::cta; bar.sync 0;
+        cp.async.bulk.global.shared::cta.bulk_group [%out], [%s], 16;
+        cp.async.bulk.commit_group;
+        {}
+        bar.sync 0;
+        @%first st.shared.u32 [%s], 8;
+    """
+    check(body.format(WAIT), body.format("setp.eq.u32 %p, %t, 37; @!%p " + WAIT), "race: thread 0 writes")
+
+
+def test_a_bulk_load_of_what_threads_wrote():
+    body = """
+        @!%first bra DONE;
+        mbarrier.init.shared.b64 [%s], 1;
+        mbarrier.arrive.expect_tx.shared.b64 _, [%s], 16;
+        st.global.u32 [%out], 7;
+        {}
+        cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%s+16], [%out], 16, [%s];
+        WAIT: mbarrier.try_wait.parity.shared.b64 %p, [%s], 0; @!%p bra WAIT;
+        DONE:
+    """
+    check(body.format("fence.proxy.async.global;"), body.format(""), "the async proxy reads global memory")
+
+
+# Global memory of other CTAs
+
+MESSAGE = """
+    mov.u32 %r, %ctaid.x; setp.eq.u32 %p, %r, 0;
+    @!%p bra READER;
+    mad.wide.u32 %o, %t, 4, %out; st.global.u32 [%o+128], 7;
+    {barrier}
+    @%first {send}
+    bra DONE;
+    READER:
+    @!%first bra READY;
+    WAIT: {receive}
+    setp.eq.u32 %p, %v, 0; @%p bra WAIT;
+    {after}
+    READY:
+    bar.sync 0;
+    mad.wide.u32 %o, %t, 4, %out; ld.global.u32 %v, [%o+128];
+    DONE:
+"""
+RELEASE, ACQUIRE = "red.release.gpu.global.add.u32 [%out], 1;", "ld.acquire.gpu.global.u32 %v, [%out];"
+RELAXED_RED, RELAXED_LOAD = RELEASE.replace("release", "relaxed"), ACQUIRE.replace("acquire", "relaxed")
+FENCED = "bar.sync 0; fence.acq_rel.gpu;"
+
+
+def send(barrier="bar.sync 0;", send=RELEASE, receive=ACQUIRE, after="", completion="at_once", seed=0):
+    body = MESSAGE.format(barrier=barrier, send=send, receive=receive, after=after)
+    launch(
+        kernel("mov.u32 %t, %tid.x; setp.eq.u32 %first, %t, 0;" + body, "out", REGISTERS, SHARED), np.zeros(96, U32),
+        grid=(2, 1, 1), block=(64, 1, 1), completion=completion, seed=seed,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_release_and_an_acquire_order_ctas(seed):
+    send(seed=seed)
+    send(barrier=FENCED, send=RELAXED_RED, seed=seed)
+    send(receive=RELAXED_LOAD, after="fence.acq_rel.gpu;", seed=seed)
+    send(
+        send="atom.global.acq_rel.inc.u32 %v, [%out], 5;",
+        receive="atom.global.acquire.or.b32 %v, [%out], 0;",
+        seed=seed,
+    )
+    for mistake in (
+        {"send": RELAXED_RED},
+        {"receive": RELAXED_LOAD},
+        {"barrier": ""},  # only what the sender itself wrote is released
+        {"barrier": "fence.acq_rel.gpu;", "send": RELAXED_RED},
+        {"send": RELAXED_RED, "after": "fence.acq_rel.gpu;"},
+    ):
+        with pytest.raises(Fault, match=r"race: warp \d reads global memory(.|\n)*release(.|\n)*st.global"):
+            send(**mistake, seed=seed)
+
+
+# Tickets of our kernels
+
+ROWS = 64
+TICKETS = {
+    "red.release": "red.relaxed",
+    "ld.acquire": "ld.relaxed",
+}
+
+
+@functools.cache
+def backward_with(old, new):
+    """kernel_for of a KernelDevice: in the backward of rms_norm `old` is replaced by `new`."""
+
+    @functools.cache
+    def kernel_for(name, problem, gpu):
+        request = request_for(name, problem, gpu)
+        exported = emulation._obtain(request)
+        if name == "rms_norm_bwd" and old:
+            assert old in exported.ptx
+            exported = exported._replace(ptx=exported.ptx.replace(old, new))
+        return CompiledKernel(emulator.Kernel(exported, gpu, name), request.config)
+
+    return kernel_for
+
+
+def norm(old="", new=""):
+    torch.manual_seed(0)
+    x, w = torch.randn(ROWS, 256).bfloat16().requires_grad_(), torch.ones(256).bfloat16().requires_grad_()
+    gpu = dataclasses.replace(H200, sm_count=2)
+    device = KernelDevice(
+        gpu, backward_with(old, new), emulation._empty, workspace=emulation._new_workspace, must_cover=True
+    )
+    with emulator.record("late", 0), substitute("cpu", device):
+        quackish.rms_norm(x, w, eps=1e-6).sum().backward()
+
+
+def test_the_sum_over_columns_has_its_tickets():
+    norm()
+    for old, new in TICKETS.items():
+        with pytest.raises(Fault, match=r"race: warp \d+ reads global memory"):
+            norm(old, new)
+
+
+# Launches that begin early
+
+
+class Early(NamedTuple):
+    kernel: str
+    grid: tuple
+    block: tuple
+    cluster: tuple
+    shared_bytes: int
+    programmatic: bool
+
+
+def in_turn(*bodies, between=None, programmatic=True):
+    """Launches in one stream, of which each may begin early. `between` is called in front of the last one."""
+    out = np.zeros(64, U32)
+    with emulator.register(out.ctypes.data, out.nbytes), emulator.record():
+        for i, body in enumerate(bodies):
+            (entry,) = ptx.parse(kernel("mov.u32 %t, %tid.x;" + body, "out", REGISTERS)).entries.values()
+            if between and i == len(bodies) - 1:
+                between(out)
+            settings = Early("test", (1, 1, 1), (64, 1, 1), (1, 1, 1), 0, programmatic)
+            emulator.run(decode.decode(entry), settings, struct.pack("<Q", out.ctypes.data), H200)
+
+
+LET, AWAIT = "griddepcontrol.launch_dependents;", "griddepcontrol.wait;"
+WRITE, READ = "mad.wide.u32 %o, %t, 4, %out; st.global.u32 [%o], %t;", "ld.global.u32 %v, [%out];"
+TOO_EARLY = (
+    r"race: a thread (reads|writes) global memory that an earlier launch(.|\n)*griddepcontrol.wait(.|\n)*st.global"
+)
+
+
+def test_memory_of_the_launch_before():
+    first = AWAIT + LET + WRITE
+    in_turn(first, AWAIT + READ)
+    in_turn(first, READ + AWAIT, programmatic=False)
+    in_turn(AWAIT + WRITE, READ + AWAIT)  # the first one does not let it begin early
+    in_turn(first, "setp.lt.u32 %p, %t, 32; @!%p bra READY; " + AWAIT + " READY: bar.sync 0; " + READ)
+    for early in (READ + AWAIT, WRITE + AWAIT, "setp.lt.u32 %p, %t, 32; @!%p bra READY; " + AWAIT + " READY: " + READ):
+        with pytest.raises(Fault, match=TOO_EARLY):
+            in_turn(first, early)
+
+
+def test_memory_of_the_launch_before_the_one_before():
+    first = AWAIT + LET + WRITE
+    in_turn(first, AWAIT + LET, READ + AWAIT)  # it began after the second one had waited for the first one
+    with pytest.raises(Fault, match=TOO_EARLY):
+        in_turn(first, LET + AWAIT, READ + AWAIT)
+    with pytest.raises(Fault, match=r"no thread executes griddepcontrol.wait"):
+        in_turn(first, "", AWAIT + READ)
+
+
+def test_an_operation_between_launches_ends_the_first_one():
+    """It is noticed by what it writes."""
+    first, second = AWAIT + LET + WRITE, READ + AWAIT
+    in_turn(first, second, between=lambda out: out.fill(3))
+    with pytest.raises(Fault, match=TOO_EARLY):
+        in_turn(first, second, between=lambda out: out.sum())

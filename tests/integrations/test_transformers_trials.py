@@ -1,0 +1,493 @@
+"""Which norms, losses and experts quackish.integrations.transformers accepts, and what its trials leave alone."""
+
+import copy
+import pickle
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import quackish
+from tests.integrations.test_transformers import SIZES, V, assert_same_step, interleaved, step, tiny
+
+transformers = pytest.importorskip("transformers", minversion="5")
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm  # noqa: E402
+from transformers.models.idefics.modeling_idefics import IdeficsRMSNorm  # noqa: E402
+from transformers.models.llama.modeling_llama import LlamaRMSNorm  # noqa: E402
+from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm  # noqa: E402
+
+from quackish.integrations.transformers import (  # noqa: E402
+    applied,
+    apply,
+    experts,
+    head,
+    norms,
+    report,
+    revert,
+    scaled_experts,
+)
+
+CACHES = norms._formulas, head._trials, experts._forms, scaled_experts._forms
+
+
+def is_patched(module: nn.Module) -> bool:
+    return hasattr(type(module), "_quackish_unpatched")
+
+
+# Norms ----------------------------------------------------------------------------------------------------------------
+
+
+class OwnNorm(nn.Module):
+    """An RMSNorm under another name, as in a model's own code."""
+
+    def __init__(self, size: int = 32, eps: float = 1e-3):
+        super().__init__()
+        self.weight, self.my_eps = nn.Parameter(torch.ones(size)), eps
+
+    def scaled(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.my_eps)
+
+    def forward(self, x):
+        return (self.scaled(x.float()) * self.weight).to(x.dtype)
+
+
+class MeanSubtracted(OwnNorm):
+    def scaled(self, x):
+        return super().scaled(x - x.mean(-1, keepdim=True))
+
+
+class ScaledByMax(OwnNorm):
+    def scaled(self, x):
+        return x / (x.abs().amax(-1, keepdim=True) + self.my_eps)
+
+
+class EpsOutside(OwnNorm):
+    def scaled(self, x):
+        return x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.my_eps)
+
+
+class EpsOnlyAtInit(OwnNorm):
+    def scaled(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-3)
+
+
+class Grouped(OwnNorm):
+    def scaled(self, x):
+        return super().scaled(x.unflatten(-1, (2, -1))).flatten(-2)
+
+
+class WeightFirst(OwnNorm):
+    def forward(self, x):
+        return self.scaled(x.float() * self.weight).to(x.dtype)
+
+
+class DetachedRms(OwnNorm):  # equal results, another gradient
+    def scaled(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.my_eps).detach()
+
+
+class OtherInEvaluation(OwnNorm):
+    def forward(self, x):
+        return super().forward(x) * (1.0 if self.training else 2.0)
+
+
+class WithGate(OwnNorm):
+    def forward(self, x, gate=None):
+        return super().forward(x)
+
+
+class HalfOutput(OwnNorm):
+    def forward(self, x):
+        return super().forward(x).half()
+
+
+ACCEPTED = {
+    "own": OwnNorm,
+    "Llama": lambda: LlamaRMSNorm(32),
+    "Gemma": lambda: Gemma2RMSNorm(32),
+    "16-bit weight": lambda: IdeficsRMSNorm(32),
+    "no weight": Llama4TextL2Norm,
+    "torch": lambda: nn.RMSNorm(32),
+    "torch, eps": lambda: nn.RMSNorm(32, eps=1e-2),
+    "torch, no weight": lambda: nn.RMSNorm(32, elementwise_affine=False),
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+@pytest.mark.parametrize("dtypes", [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")])
+def test_patched_norms(name, dtypes):
+    """Results and gradients, with another eps after apply, as attributes are read at every call."""
+    x_dtype, weight_dtype = (getattr(torch, dtype) for dtype in dtypes)
+    torch.manual_seed(0)
+    norm = ACCEPTED[name]().to(weight_dtype)
+    model = nn.Sequential(norm)
+    for p in norm.parameters():
+        nn.init.normal_(p)
+    plain = copy.deepcopy(norm)
+    apply(model, head=False)
+    assert is_patched(norm)
+    for module in (norm, plain):
+        for attribute in ("eps", "variance_epsilon", "my_eps"):
+            if getattr(module, attribute, None) is not None:
+                setattr(module, attribute, 0.3)
+    x = torch.randn(3, 5, 32).mul(torch.tensor([[1e-4], [1e-2], [1.0], [1.0], [1e2]])).to(x_dtype)
+    results = []
+    for module in (norm, plain):
+        leaf = x.clone().requires_grad_()
+        y = module(leaf)
+        y.float().square().sum().backward()
+        results.append([y, leaf.grad, *[p.grad for p in module.parameters()]])
+    close = 1e-5 if x_dtype == torch.float32 else 2e-2
+    for got, expected in zip(*results, strict=True):
+        assert got.dtype == expected.dtype
+        assert (got.float() - expected.float()).abs().max() <= close * expected.float().abs().max()
+
+
+LEFT = {
+    MeanSubtracted: "y differs from RMSNorm",
+    ScaledByMax: "y differs from RMSNorm",
+    EpsOutside: "y differs from RMSNorm",
+    EpsOnlyAtInit: "y differs from RMSNorm",
+    Grouped: "y differs from RMSNorm",
+    WeightFirst: "y differs from RMSNorm",
+    DetachedRms: "the gradient of x differs from RMSNorm",
+    OtherInEvaluation: "y differs from RMSNorm",
+    WithGate: r"its forward takes \(x, gate\), expected one tensor",
+    HalfOutput: "y has dtype torch.float16 for x in torch.float32",
+    nn.LayerNorm: r"it has parameters weight \(32,\), bias \(32,\)",
+}
+
+
+@pytest.mark.parametrize("kind", LEFT)
+def test_norms_that_compute_something_else(kind):
+    model = nn.Sequential(kind(32), nn.RMSNorm(32))
+    apply(model, head=False)
+    assert not is_patched(model[0])
+    assert is_patched(model[1])
+    entry = report(model)[0]
+    assert (entry.name, entry.is_patched) == ("0", False)
+    assert re.search(LEFT[kind], entry.reason), entry.reason
+
+
+def test_norms_with_another_private_attribute():
+    """One trial does not count for both."""
+
+    class Switched(OwnNorm):
+        _subtracts_mean = False
+
+        def scaled(self, x):
+            return super().scaled(x - x.mean(-1, keepdim=True) if self._subtracts_mean else x)
+
+    model = nn.Sequential(Switched(), Switched())
+    model[1]._subtracts_mean = True
+    apply(model, head=False)
+    assert [is_patched(norm) for norm in model] == [True, False]
+
+
+# Losses ---------------------------------------------------------------------------------------------------------------
+
+
+class Model(transformers.LlamaForCausalLM):
+    """Llama with another way from hidden states to the loss. The functions get what forward has as self."""
+
+    def forward(self, input_ids=None, labels=None, logits_to_keep=0, **kwargs):
+        hidden = self.model(input_ids=input_ids).last_hidden_state
+        logits = self.logits_of(self, hidden)
+        loss = self.loss_of(self, logits, labels, hidden, **kwargs)
+        return transformers.modeling_outputs.CausalLMOutputWithPast(loss, logits)
+
+    @staticmethod
+    def logits_of(model, hidden):
+        return model.lm_head(hidden)
+
+    @staticmethod
+    def loss_of(model, logits, labels, hidden, **kwargs):
+        return model.loss_function(logits=logits, labels=labels, vocab_size=model.config.vocab_size, **kwargs)
+
+
+def with_logits(name, logits_of):
+    return type(name, (Model,), dict(logits_of=staticmethod(logits_of)))
+
+
+def with_loss(name, loss_of):
+    return type(name, (Model,), dict(loss_of=staticmethod(loss_of)))
+
+
+def two_losses(model, logits, labels, hidden, **kwargs):
+    ahead = model.loss_function(model.lm_head(hidden.roll(1, 1)), labels, V, **kwargs)
+    return Model.loss_of(model, logits, labels, hidden, **kwargs) + 0.25 * ahead
+
+
+def capped(model, hidden):
+    logits = model.lm_head(hidden).float() * model.config.scale
+    return 0.5 * (torch.tanh(logits / model.config.cap) * model.config.cap)
+
+
+OURS = [
+    Model,
+    with_logits("ScaledHidden", lambda model, hidden: model.lm_head(hidden / 3)),
+    with_logits("Capped", capped),
+    with_loss("TwoLosses", two_losses),
+    with_loss("Unshifted", lambda *args, **kwargs: Model.loss_of(*args, shift_labels=args[2])),
+]
+
+
+class Helper(Model):
+    """A method of its own, whose self is the model."""
+
+    def head(self, hidden):
+        return self.lm_head(hidden)
+
+    @staticmethod
+    def logits_of(model, hidden):
+        return model.head(hidden)
+
+
+class Delegating(transformers.LlamaForCausalLM):
+    """All of its forward is a method, whose self is the model."""
+
+    def forward(self, input_ids=None, labels=None, logits_to_keep=0, **kwargs):
+        return self.run(input_ids=input_ids, labels=labels, **kwargs)
+
+    def run(self, **kwargs):
+        return transformers.LlamaForCausalLM.forward(self, **kwargs)
+
+
+def own_model(kind: type) -> nn.Module:
+    config = transformers.LlamaConfig(**SIZES)
+    config.scale, config.cap = 2.0, 3.0
+    torch.manual_seed(0)
+    model = kind(config).train()
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.3)
+    return model
+
+
+@pytest.mark.parametrize("kind", OURS, ids=lambda kind: kind.__name__)
+def test_own_forwards_with_a_loss_of_ours(kind):
+    """The scale and the cap are those at the call, not those at apply."""
+    model, plain = apply(own_model(kind), strict=True), own_model(kind)
+    for _ in range(2):
+        got, expected = step(model, num_items_in_batch=7), step(plain, num_items_in_batch=7)
+        assert got[0].logits is None
+        assert_same_step(got, expected)
+        for m in (model, plain):
+            m.config.scale, m.config.cap = 0.7, 1.3
+
+
+NOT_OURS = [
+    (with_logits("Bias", lambda model, hidden: model.lm_head(hidden) + 0.5), "unsupported operand type"),
+    (with_logits("Squared", lambda model, hidden: model.lm_head(hidden) ** 2), "unsupported operand type"),
+    (with_logits("Twice", lambda model, hidden: model.lm_head(hidden).tanh().tanh()), "applies tanh to logits twice"),
+    (with_logits("Relu", lambda model, hidden: F.relu(model.lm_head(hidden))), "applies relu to logits"),
+    (
+        with_logits("Tensor", lambda model, hidden: model.lm_head(hidden) * hidden.mean()),
+        "by a Tensor, expected a number",
+    ),
+    (with_logits("Negative", lambda model, hidden: -2.0 * model.lm_head(hidden)), "logit_scale is -2"),
+    (
+        with_logits("Weight", lambda model, hidden: F.linear(hidden, model.lm_head.weight)),
+        "computed from a Tensor, exp",
+    ),
+    (Delegating, "its forward does not compute logits with self.lm_head, or not the loss with self.loss_function"),
+    (Helper, "computed from a Tensor, expected lm_head's logits"),
+    (
+        with_loss("OwnLoss", lambda model, logits, labels, hidden, **kwargs: logits.logsumexp(-1).mean()),
+        "logits.logsumexp, which",
+    ),
+    (
+        with_loss("More", lambda *args, **kwargs: Model.loss_of(*args, **kwargs) + args[1].mean()),
+        "logits.mean, which takes",
+    ),
+    (
+        with_loss("Evaluation", lambda *args, **kwargs: Model.loss_of(*args, **kwargs) * (2 - args[0].training)),
+        "its loss is not the cross entropy of lm_head's logits",
+    ),
+]
+
+
+@pytest.mark.parametrize("kind, reason", NOT_OURS, ids=lambda value: getattr(value, "__name__", ""))
+def test_forwards_with_another_loss(kind, reason):
+    model = own_model(kind)
+    (entry,) = [entry for entry in report(model) if entry.kind == "loss"]
+    assert reason in entry.reason
+    apply(model)
+    assert not is_patched(model)
+    assert is_patched(model.model.norm)
+    assert_same_step(step(model), step(own_model(kind)), has_logits=True)
+
+
+# Experts --------------------------------------------------------------------------------------------------------------
+
+
+def gpt_oss() -> nn.Module:
+    return tiny("GptOss", output_router_logits=False)
+
+
+def test_experts_of_gpt_oss(tmp_path):
+    """Sorted in memory, while state dicts have the original order; revert restores every bit."""
+    model, plain = gpt_oss(), gpt_oss()
+    apply(model, experts=True, strict=True)
+    twins = [model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    expected, grads = step(plain)
+    for twin in twins:
+        got, got_grads = step(twin)
+        torch.testing.assert_close(got.loss, expected.loss, rtol=1e-5, atol=0)
+        for name, truth in grads.items():
+            grad = interleaved(got_grads[name]) if "gate_up_proj" in name else got_grads[name]
+            assert (grad - truth).abs().max() <= 1e-5 * truth.abs().max() + 1e-8, name
+        torch.testing.assert_close(twin.state_dict(), plain.state_dict(), rtol=0, atol=0)
+    sorted_weight = model.model.layers[0].mlp.experts.gate_up_proj
+    assert not torch.equal(sorted_weight, plain.model.layers[0].mlp.experts.gate_up_proj)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(loaded.state_dict(), plain.state_dict(), rtol=0, atol=0)
+    state = {name: t + 1 for name, t in plain.state_dict().items()}
+    kept = copy.deepcopy(state)
+    model.load_state_dict(state)
+    torch.testing.assert_close(state, kept, rtol=0, atol=0)
+    revert(model)
+    assert [type(module) for module in model.modules()] == [type(module) for module in plain.modules()]
+    torch.testing.assert_close(dict(model.named_parameters()), dict(state.items()), rtol=0, atol=0, check_stride=True)
+
+
+def test_gradients_of_gpt_oss_after_revert():
+    """They are put into the original order too, so that an optimizer's step after `applied` is right."""
+    model, plain = gpt_oss(), gpt_oss()
+    with applied(model, experts=True):
+        step(model)
+        kept = {name: p.grad for name, p in model.named_parameters()}
+    _, grads = step(plain)
+    for name, p in model.named_parameters():
+        assert p.grad is kept[name]
+        if p.grad is not None:
+            assert (p.grad - grads[name]).abs().max() <= 1e-5 * grads[name].abs().max() + 1e-8, name
+
+
+def test_experts_with_another_result_in_evaluation():
+    model = tiny("Qwen3Moe")
+
+    class Halved(type(model.model.layers[0].mlp.experts)):
+        def forward(self, hidden_states, top_k_index, top_k_weights):
+            out = super().forward(hidden_states, top_k_index, top_k_weights)
+            return out if self.training else out / 2
+
+    for layer in model.model.layers:
+        layer.mlp.experts.__class__ = Halved
+    with pytest.raises(NotImplementedError, match=r"experts: Halved .* differs from moe_mlp's"):
+        apply(model, experts=True, strict=True)
+
+
+@pytest.mark.parametrize("limits", [dict(swiglu_limit=3.0), dict(swiglu_alpha=1.5)])
+def test_experts_of_gpt_oss_with_other_limits_are_left(limits):
+    model = gpt_oss()
+    for layer in model.model.layers:
+        layer.mlp.experts.limit = limits.get("swiglu_limit", 7.0)
+        layer.mlp.experts.alpha = limits.get("swiglu_alpha", 1.702)
+    with pytest.raises(NotImplementedError, match=r"GptOssExperts .* differs from moe_mlp's"):
+        apply(model, experts=True, strict=True)
+
+
+def test_experts_below_a_replaced_forward_are_left():
+    """It reads their weights, which must stay in their order."""
+    model = gpt_oss()
+    mlp = model.model.layers[0].mlp
+    mlp.forward = mlp.forward
+    with pytest.raises(NotImplementedError, match=r"the forward of its GptOssMLP was replaced on the instance"):
+        apply(model, experts=True, strict=True)
+
+
+def test_parametrized_experts_of_gpt_oss():
+    """A LoRA of sorted weights would be saved in an order that other programs do not expect."""
+    experts = apply(gpt_oss(), experts=True).model.layers[0].mlp.experts
+    nn.utils.parametrize.register_parametrization(experts, "gate_up_proj", nn.Identity())
+    with pytest.raises(NotImplementedError, match=r"parametrized, as by PEFT.*Call revert\(model\) before"):
+        experts(torch.ones(2, 32), torch.zeros(2, 1, dtype=torch.long), torch.ones(2, 1))
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_experts_of_llama_4(top_k):
+    model, plain = (tiny("Llama4", num_experts_per_tok=top_k) for _ in range(2))
+    classes = [type(module) for module in model.modules()]
+    apply(model, experts=True, strict=True)
+    assert "patched" in str(report(model)).split("Llama4TextMoe")[1]
+    assert_same_step(step(model), step(plain))
+    hidden = torch.randn(5, 32).repeat(4, 1)
+    experts = model.model.layers[0].feed_forward.experts
+    torch.testing.assert_close(experts(hidden), plain.model.layers[0].feed_forward.experts(hidden))
+    assert [type(module) for module in revert(model).modules()] == classes
+
+
+# Trials ---------------------------------------------------------------------------------------------------------------
+
+
+def test_trials_leave_the_callers_state_alone():
+    """The global random state; under autocast, no_grad, inference mode and a default device and dtype."""
+    plain = tiny("Qwen3Moe")
+    for context in (
+        torch.autocast("cpu", torch.bfloat16), torch.no_grad(), torch.inference_mode(), torch.device("meta"),
+    ):  # fmt: skip
+        for cache in CACHES:
+            cache.clear()
+        model = tiny("Qwen3Moe")
+        random = torch.get_rng_state()
+        with context:
+            apply(model, experts=True, strict=True)
+        assert torch.equal(torch.get_rng_state(), random)
+        assert_same_step(step(model), step(plain))
+
+
+def test_dropout_in_a_trial():
+    """Its loss is random, so it is left; the caller's random state is not used."""
+    model = own_model(with_logits("Dropout", lambda model, hidden: model.lm_head(F.dropout(hidden, 0.5))))
+    random = torch.get_rng_state()
+    (entry,) = [entry for entry in report(model) if entry.kind == "loss"]
+    assert torch.equal(torch.get_rng_state(), random)
+    assert "its loss is not the cross entropy" in entry.reason
+
+
+def test_models_compiled_in_place():
+    """A trial calls the small copy, not the model's compiled forward."""
+    model = tiny("Qwen3Moe")
+    for module in model.modules():
+        module.compile(backend="eager")
+    apply(model, experts=True, strict=True)
+
+
+def test_models_on_meta():
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    assert len(report(apply(model, strict=True)).patched) == 6
+
+
+def test_each_class_is_tried_once(monkeypatch):
+    for cache in CACHES:
+        cache.clear()
+    calls = []
+    rms_norm = quackish.rms_norm
+    monkeypatch.setattr(quackish, "rms_norm", lambda *args, **options: calls.append(1) or rms_norm(*args, **options))
+    apply(tiny(num_hidden_layers=1))
+    first = len(calls)
+    apply(tiny(num_hidden_layers=4))
+    assert len(calls) == first > 0
+    apply(tiny(num_hidden_layers=1, rms_norm_eps=0.5))
+    assert len(calls) == 2 * first
+
+
+def test_report_and_print():
+    model = tiny("Qwen3Moe")
+    before = report(model)
+    assert {entry.kind for entry in before} == {"norm", "loss", "experts"}
+    assert before.patched == []
+    assert "norm: Qwen3MoeRMSNorm (model.layers.0.self_attn.q_norm and 8 more): not patched; apply(model) can" in str(
+        before
+    )
+    assert "quackish" not in str(model)
+    apply(model)
+    lines = str(report(model)).splitlines()
+    assert lines[-1] == "loss: Qwen3MoeForCausalLM (the model): patched"
+    assert sum("experts" in line and "not patched" in line for line in lines) == 1
+    assert "(norm): Qwen3MoeRMSNorm[quackish]((32,), eps=1e-06)" in str(model)
+    assert "(lm_head): Linear[quackish](" in str(model)
