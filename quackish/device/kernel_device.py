@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quackish.device import choose, cuda, launch, toolchain, workspace
 from quackish.device.kernel_for import CompiledKernel, KernelFor, kernel_for
-from quackish.device.modes import add_flop_formulas, is_compiling
+from quackish.device.modes import is_compiling
 from quackish.device.spec import EMULATED_ONLY, KernelSpec
 from quackish.errors import UnsupportedError, check_bool, warn_once
 from quackish.gpu import FAMILIES, Gpu, gpu_of
@@ -191,14 +191,12 @@ for _function in _traced_as_constants:
     _function._dynamo_marked_constant = True
 
 
-def prepare_operator(op: str, device: torch.device) -> None:
-    """Call it where an operator is called. While torch.compile traces it, UnsupportedError if the device `must_cover`.
+def refuse_compile_in_substitutes(op: str, device: torch.device) -> None:
+    """UnsupportedError while torch.compile traces a call on a device that `must_cover`.
 
     `_substitutes` is also a guard of the compiled code: another block of `substitute` traces it again.
     """
-    if not is_compiling():
-        add_flop_formulas()
-    elif _substitutes:
+    if _substitutes:
         _refuse_compile(op, device)
 
 
@@ -235,7 +233,7 @@ def forward_device(device: torch.device) -> KernelDevice | str | None:
 def check_same_device(op: str, forward: KernelDevice | str | None, device: torch.device) -> None:
     """RuntimeError if only one of forward and backward runs in a block of `substitute`, or each in another one.
 
-    Compiled code has no such check: torch.compile is refused in such blocks (`prepare_operator`).
+    Compiled code has no such check: torch.compile is refused in such blocks (`refuse_compile_in_substitutes`).
     """
     if is_compiling():
         return

@@ -1,7 +1,6 @@
 """When a call may launch kernels directly: not with torch.compile, modes, torch.func or subclasses."""
 
 import contextlib
-import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -33,14 +32,6 @@ def is_plain() -> bool:
 def is_transformed() -> bool:
     """True if torch.func or forward-mode AD is active, which the custom operators do not support."""
     return not is_compiling() and (functorch_level() is not None or forward_ad._current_level >= 0)
-
-
-def add_flop_formulas() -> None:
-    """Call it before an operator: gives FLOP counters the operators' formulas if torch.utils.flop_counter is loaded."""
-    if "torch.utils.flop_counter" in sys.modules:
-        from quackish.ops.shared import flops
-
-        flops.add_to_active_counters()
 
 
 def are_plain(tensors: Iterable[Any]) -> bool:

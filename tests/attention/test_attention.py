@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import quackish
 from quackish.errors import UnsupportedError
-from quackish.ops.attention import autograd, reference
+from quackish.ops.attention import operators, reference
 from quackish.testing.errors import same_bits
 from tests.attention.cases import (
     BF16,
@@ -276,4 +276,4 @@ def test_operators_are_registered_as_torch_expects():
     inputs = [args[name] for name in ("query", "key", "value", "attn_bias")]
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     mask = args["attn_mask"][None, None]
-    torch.library.opcheck(autograd._fwd_op, (*inputs, mask, 0.35, 2.0, 3, 0, "auto"), test_utils=tests)
+    torch.library.opcheck(operators.forward.overload, (*inputs, mask, 0.35, 2.0, 3, 0, "auto"), test_utils=tests)

@@ -36,9 +36,10 @@ def as_gpu(monkeypatch):
     launched = []
 
     def be(gpu, kernel_for=None):
-        def record(name, problem, gpu):
-            kernel = (kernel_for or request_for)(name, problem, gpu)
-            return CompiledKernel(kernel.launch if kernel_for else lambda *args: launched.append(name), kernel.config)
+        def record(problem, gpu):
+            kernel = (kernel_for or request_for)(problem, gpu)
+            launch = kernel.launch if kernel_for else lambda *args: launched.append(problem.spec.name)
+            return CompiledKernel(launch, kernel.config)
 
         monkeypatch.setattr(devices, "kernel_for", record)
         found = KernelDevice(gpu, record, index=0, current=lambda: 0)

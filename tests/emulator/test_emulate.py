@@ -22,6 +22,7 @@ from quackish.errors import UnsupportedError
 from quackish.gpu import B200, H200
 from quackish.kernels.gemm.problem import GemmProblem, gemm_config
 from quackish.ops.rms_norm.problems import RmsNormBwdProblem, RmsNormFwdProblem
+from quackish.ops.shared.for_tools import Operation
 from quackish.testing.errors import same_bits
 from tests.emulator_cases import small
 
@@ -245,12 +246,12 @@ def test_an_access_outside_of_tensors_is_a_fault(source_lines):
     x, y, rstd = torch.ones(4, 256, dtype=BF16), torch.empty(4, 256, dtype=BF16), torch.empty(4)
     problem = RmsNormFwdProblem(256, "bfloat16", "bfloat16")
     with quackish.emulate(SMALL, seed=7):
-        launch = device_of(torch.device("cpu")).kernel_for("rms_norm_fwd", problem, SMALL).launch
+        launch = device_of(torch.device("cpu")).kernel_for(problem, SMALL).launch
         args = x.data_ptr(), None, None, None, y.data_ptr(), None, rstd.data_ptr(), None, None, 1e-6, 0.0
-        launch(*args, 4, 1, 0)
+        launch((*args, 4, 1), 0)
         with pytest.raises(Fault) as fault:
-            launch(*args, 5, 1, 0)
-    lines = r"(?s)outside every tensor.*rows\.py:\d+.*RmsNormFwd \([^ ]*rms_norm_fwd\.py:\d+\).*'late', seed=7"
+            launch((*args, 5, 1), 0)
+    lines = r"(?s)outside every tensor.*rows\.py:\d+.*RmsNormFwd \([^ ]*forward\.py:\d+\).*'late', seed=7"
     fault.match(lines)
     assert "kernel_cutlass" not in str(fault.value)
     assert y.isfinite().all()
@@ -308,7 +309,7 @@ def test_the_command(capsys):
 
 
 def test_the_command_reports_wrong_results_and_faults(monkeypatch, capsys):
-    monkeypatch.setattr("quackish.cli.emulate.bound_of", lambda name: 0.0)
+    monkeypatch.setattr(Operation, "bound_of", lambda op, name: 0.0)
     assert main("emulate rms_norm 4x256".split()) == 1
     assert "WRONG" in capsys.readouterr().out
 

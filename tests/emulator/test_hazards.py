@@ -284,13 +284,13 @@ def backward_with(old, new):
     """kernel_for of a KernelDevice: in the backward of rms_norm `old` is replaced by `new`."""
 
     @functools.cache
-    def kernel_for(name, problem, gpu):
-        request = request_for(name, problem, gpu)
+    def kernel_for(problem, gpu):
+        request = request_for(problem, gpu)
         exported = emulation._obtain(request)
-        if name == "rms_norm_bwd" and old:
+        if problem.spec.name == "rms_norm_bwd" and old:
             assert old in exported.ptx
             exported = exported._replace(ptx=exported.ptx.replace(old, new))
-        return CompiledKernel(emulator.Kernel(exported, gpu, name), request.config)
+        return CompiledKernel(emulator.Kernel(exported, gpu, problem.spec.name), request.config)
 
     return kernel_for
 

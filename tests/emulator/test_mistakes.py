@@ -118,12 +118,12 @@ def kernel_with(mistake):
     """KernelDevice.kernel_for, with one mistake or none."""
 
     @functools.cache
-    def kernel_for(name, problem, gpu):
-        request = request_for(name, problem, gpu)
+    def kernel_for(problem, gpu):
+        request = request_for(problem, gpu)
         exported = emulation._obtain(request)
         if mistake:
             exported = exported._replace(ptx=changed(exported.ptx, mistake))
-        return CompiledKernel(emulator.Kernel(exported, gpu, name), request.config)
+        return CompiledKernel(emulator.Kernel(exported, gpu, problem.spec.name), request.config)
 
     return kernel_for
 
@@ -186,7 +186,7 @@ def test_a_fault_says_how_to_repeat_it(source_lines):
             quackish.grouped_mm(a, b, ends)
     for part in (
         "CTA (0, 1, 0), rank 1 of its cluster, warp 0: waits for", "8 arrivals and 0 bytes pending", "PTX line",
-        "grouped_gemm_sm90.py:", "kernel grouped_gemm", "H100 with 132 SMs",
+        "grouped_sm90.py:", "kernel grouped_gemm", "H100 with 132 SMs",
         "with quackish.emulate(gpu='h100', completion='at_once', seed=7)",
     ):  # fmt: skip
         assert part in str(fault.value), (part, str(fault.value))

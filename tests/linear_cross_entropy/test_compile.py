@@ -11,7 +11,7 @@ from quackish.ops.linear_cross_entropy import checks
 from quackish.ops.linear_cross_entropy.api import linear_cross_entropy
 from quackish.ops.linear_cross_entropy.calls import GradOutputs, Plan, unpack
 from quackish.ops.linear_cross_entropy.checks import Inputs
-from quackish.ops.linear_cross_entropy.operators import Outputs, Saved, bwd_op, fwd_op
+from quackish.ops.linear_cross_entropy.operators import Outputs, Saved, backward_operator, forward_operator
 from tests.linear_cross_entropy.cases import (
     IGNORED,
     OPTIONS,
@@ -47,12 +47,12 @@ def test_opcheck(needs, schedule, device):
         inputs = Inputs(x, w, target, kw["linear_bias"], kw["weight"], scale)
         plan = Plan(IGNORED, 0.1, 3.0, 1e-3, reduction, return_stats, FP32, "", schedule, 5)
         args = *inputs, *plan, needs
-        torch.library.opcheck(fwd_op, args)
+        torch.library.opcheck(forward_operator.overload, args)
         with torch.no_grad():
-            outputs, saved, _ = unpack(fwd_op(*args), Outputs, Saved)
+            outputs, saved, _ = unpack(forward_operator(*args), Outputs, Saved)
             grads = [None if t is None else torch.rand_like(t) for t in outputs[: len(GradOutputs._fields)]]
             args = [t.detach() if torch.is_tensor(t) else t for t in args]
-            torch.library.opcheck(bwd_op, (*grads, *saved, *args))
+            torch.library.opcheck(backward_operator.overload, (*grads, *saved, *args))
 
 
 @on_every_path

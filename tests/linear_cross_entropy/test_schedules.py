@@ -565,7 +565,7 @@ def test_opcheck(needs, schedule, path):
         args = *inputs, *plan, needs
         # without the gradient tests of torch.compile, which are too strict for bf16
         tests = "test_schema", "test_autograd_registration", "test_faketensor"
-        torch.library.opcheck(operators.fwd_op, args, test_utils=tests)
+        torch.library.opcheck(operators.forward_operator.overload, args, test_utils=tests)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

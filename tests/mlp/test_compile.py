@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quackish import grouped_mlp, grouped_mm
-from quackish.ops.mlp import autograd
+from quackish.ops.mlp import operators
 from quackish.testing.errors import same_bits
 from tests.mlp.cases import BF16, FP32, NAMES, assert_same, frozen, make, mm_case, step
 from tests.wrapper_tensor import Wrapper
@@ -44,9 +44,11 @@ def test_operators_are_registered_as_torch_expects():
     case, _ = make((2, 0, 3), 4, 3, tail=1)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     inputs = [case.get(name) for name in ("x", "w1", "w3", "b1", "w2", "b2", "scales", "offs")]
-    torch.library.opcheck(autograd.mlp_op, (*inputs, None, None, None, "swiglu", True, "auto"), test_utils=tests)
-    torch.library.opcheck(autograd.rows_op, (case["x"], case["w1"], case["offs"], "auto"), test_utils=tests)
-    torch.library.opcheck(autograd.sum_op, (case["x"], case["x"], case["offs"], "auto"), test_utils=tests)
+    torch.library.opcheck(
+        operators.mlp_forward.overload, (*inputs, None, None, None, "swiglu", True, "auto"), test_utils=tests
+    )
+    torch.library.opcheck(operators.rows.overload, (case["x"], case["w1"], case["offs"], "auto"), test_utils=tests)
+    torch.library.opcheck(operators.group_sums.overload, (case["x"], case["x"], case["offs"], "auto"), test_utils=tests)
 
 
 def test_subclasses_and_modes_see_operators():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quackish import grouped_mlp, grouped_mm
-from quackish.ops.mlp import autograd, reference
+from quackish.ops.mlp import operators, reference
 from quackish.testing import assert_deterministic
 from quackish.testing.errors import error, same_bits
 from tests import buffer_layouts
@@ -245,7 +245,7 @@ def test_rows_of_no_group_are_zero_and_reach_nothing(activation, where):
 def test_each_step_ignores_rows_of_no_group(where):
     case, dy = make(split=True, device=where.device, dtype=where.dtypes[0])
     x, w1, w2, w3, b1, b2, scales = (case[name].detach() for name in NAMES)
-    offs, steps = case["offs"], autograd.steps_for("grouped_mlp", x, case["w2"].shape[2], case["offs"], where.backend)
+    offs, steps = case["offs"], operators.steps_for("grouped_mlp", x, case["w2"].shape[2], case["offs"], where.backend)
     all_needed, dtype = reference.Needs(True, True, True), x.dtype
     z, act = steps.up(x, w1, w3, b1, scales, offs, "swiglu", True)
     kept = z.clone()  # down_backward may rely on the zeros of `up`
@@ -352,7 +352,7 @@ def test_illegal_offsets_on_a_cpu(kind):
 @on_every_path
 @pytest.mark.parametrize("kind", BAD_OFFSETS)
 def test_illegal_offsets_make_all_results_nan(kind, where, monkeypatch):
-    monkeypatch.setattr(autograd, "check_offs", lambda *args: None)  # as on a GPU
+    monkeypatch.setattr(operators, "check_offs", lambda *args: None)  # as on a GPU
     case, dy = make((3, 2, 0, 3), tail=322, device=where.device, dtype=where.dtypes[0])
     case["offs"] = torch.tensor(BAD_OFFSETS[kind], dtype=torch.int32, device=where.device)
     for name, t in where.run(case, dy).items():

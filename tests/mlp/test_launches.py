@@ -12,7 +12,7 @@ from quackish.device.kernel_device import KernelDevice, substitute
 from quackish.device.kernel_for import CompiledKernel
 from quackish.gpu import H200
 from quackish.kernels.gemm.grouped_problem import TILES
-from quackish.ops.mlp import autograd, reference
+from quackish.ops.mlp import operators, reference
 from quackish.testing.errors import same_bits
 from tests.mlp.cases import BF16, MANY, NAMES, SIZES, experts, frozen, make, step
 
@@ -34,7 +34,7 @@ def calls(monkeypatch):
 
     names = ("up", "down", "down_backward", "rows_gradient", "weight_gradient", "bias_gradient")
     steps = types.SimpleNamespace(**{name: counted(name) for name in names})
-    monkeypatch.setattr(autograd, "steps_for", lambda *args: steps)
+    monkeypatch.setattr(operators, "steps_for", lambda *args: steps)
     rows_times = reference.rows_times
     monkeypatch.setattr(reference, "rows_times", lambda *args: seen.append("matmul") or rows_times(*args))
     return seen

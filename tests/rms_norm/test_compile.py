@@ -12,7 +12,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from quackish.errors import UnsupportedError
-from quackish.ops.rms_norm import api as ops
+from quackish.ops.rms_norm import operators as ops
 from quackish.ops.rms_norm.api import RMSNorm, rms_norm, rms_norm_backward, rms_norm_forward
 from tests.rms_norm.cases import (
     BF16,
@@ -38,12 +38,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_opcheck(norm_anywhere, residual, res_dtype, out_dtype):
     (x, w, b, r), (dy, _) = case()
     r = None if residual is None else r.detach().to(residual).requires_grad_()
-    torch.library.opcheck(ops._op_fwd, (x, w, b, r, None, 1e-6, 1.0, res_dtype, out_dtype, "auto"))
-    torch.library.opcheck(ops._op_fwd, (x, None, None, r, None, 1e-6, 0.0, res_dtype, out_dtype, "auto"))
+    torch.library.opcheck(ops.forward.overload, (x, w, b, r, None, 1e-6, 1.0, res_dtype, out_dtype, "auto"))
+    torch.library.opcheck(ops.forward.overload, (x, None, None, r, None, 1e-6, 0.0, res_dtype, out_dtype, "auto"))
     x, w, rstd, dy = x.detach(), w.detach(), torch.ones(6, device=x.device), dy.to(out_dtype or BF16)
     dres, second = None if r is None else r.detach(), FP32 if residual == FP32 else None
-    torch.library.opcheck(ops._op_bwd, (dy, x, w, rstd, dres, 1.0, BF16, second, FP32, FP32, "auto"))
-    torch.library.opcheck(ops._op_bwd, (dy, x, w, rstd, None, 1.0, None, None, FP32, None, "auto"))
+    torch.library.opcheck(ops.backward.overload, (dy, x, w, rstd, dres, 1.0, BF16, second, FP32, FP32, "auto"))
+    torch.library.opcheck(ops.backward.overload, (dy, x, w, rstd, None, 1.0, None, None, FP32, None, "auto"))
 
 
 def test_compiled_equals_eager_for_any_number_of_rows(norm_path):

@@ -13,7 +13,7 @@ from quackish.device import choose, toolchain
 from quackish.device.kernel_device import KernelDevice, device_of, substitute
 from quackish.device.kernel_for import kernel_for
 from quackish.errors import PortablePathWarning, UnsupportedError
-from quackish.ops.rms_norm import api as ops
+from quackish.ops.rms_norm import operators as ops
 from quackish.ops.rms_norm import plans
 from quackish.ops.rms_norm.api import RMSNorm, rms_norm, rms_norm_backward, rms_norm_forward
 from quackish.ops.rms_norm.problems import MAX_M, RmsNormBwdProblem, RmsNormFwdProblem
@@ -47,7 +47,7 @@ ERRORS = [
     (lambda: rms_norm(X, W, eps=-1e-6), ValueError, "rms_norm: eps is -1e-06; expected a finite number, at least 0"),
     (lambda: rms_norm_forward(X, W, eps=math.nan), ValueError, "rms_norm: eps is nan; expected a finite number"),
     (lambda: rms_norm(X, W, eps=0) is rms_norm(X, W, eps=math.inf), ValueError, "rms_norm: eps is inf; expected"),
-    (lambda: ops._op_fwd(X, W, None, None, None, -1.0, 0.0, None, None, "auto"), ValueError, "eps is -1.0; expected"),
+    (lambda: ops.forward(X, W, None, None, None, -1.0, 0.0, None, None, "auto"), ValueError, "eps is -1.0; expected"),
     (lambda: RMSNorm(8, eps=-1), ValueError, "RMSNorm: eps is -1; expected a finite number, at least 0"),
     (lambda: RMSNorm(8, weight_offset=math.nan), ValueError, "RMSNorm: weight_offset is nan; expected a finite number"),
     (lambda: rms_norm(X, W, eps=1e300), ValueError, "rms_norm: eps is 1e+300; expected a finite number"),
@@ -70,7 +70,7 @@ ERRORS = [
     (lambda: rms_norm_backward(X, X, W, W[:4].half()), TypeError, "rms_norm_backward: rstd is float16; expected"),
     (lambda: rms_norm_backward(None, X, W, W[:4]), TypeError, "rms_norm_backward: dy is None; expected"),
     (
-        lambda: ops._op_bwd(X, X, W, W[:4], None, 0.0, None, FP32, None, None, "auto"), ValueError,
+        lambda: ops.backward(X, X, W, W[:4], None, 0.0, None, FP32, None, None, "auto"), ValueError,
         "rms_norm_backward: dresidual_dtype is given without dx_dtype; for one gradient, pass dx_dtype",
     ),
     (

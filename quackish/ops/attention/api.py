@@ -6,10 +6,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from quackish.device.kernel_device import refuse_portable
-from quackish.device.modes import is_transformed
 from quackish.errors import UnsupportedError
-from quackish.ops.attention.autograd import attention
 from quackish.ops.attention.checks import WHO, check, is_causal_bias
+from quackish.ops.attention.operators import attention
+from quackish.ops.operator import refuse_transforms
 from quackish.types import Backend
 
 Window = tuple[int | None, int | None]
@@ -95,8 +95,7 @@ def scaled_dot_product_attention(
             f"{WHO}: attn_mask is a CausalBias, which only PyTorch's own function takes; expected a bool mask or "
             'is_causal=True beside attn_bias, window, softcap, return_lse and backend="reference"'
         )
-    if is_transformed():
-        raise UnsupportedError(f"{WHO}: torch.func transforms and forward-mode AD are not supported")
+    refuse_transforms(WHO)
     out, lse = attention(call.inputs, call.options, backend)
     if len(call.shape) != 4:
         out, lse = out.reshape(call.shape), lse.reshape(call.shape[:-1])

@@ -31,8 +31,8 @@ from quackish.ops.linear_cross_entropy.checks import Inputs
 from quackish.ops.linear_cross_entropy.launches import LceKernels
 from quackish.ops.linear_cross_entropy.reference import accumulate_dtype
 from quackish.ops.linear_cross_entropy.schedules import grads_in_forward, scale_grads
+from quackish.ops.operator import fast_apply, refuse_second_derivatives
 
-NO_SECOND_DERIVATIVES = "linear_cross_entropy: create_graph=True (double backward) is not supported"
 _NO_RESULT, _NO_GRADS = ForwardResult(None), GradOutputs()
 _GRAD_NAMES = [f"grad_{name}" for name in GradOutputs._fields]
 
@@ -177,11 +177,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        if torch.is_grad_enabled():
-            raise RuntimeError(NO_SECOND_DERIVATIVES)
         grads = grads[: len(GradOutputs._fields)]  # predicted has none
-        if any(map(is_batched, grads)):
-            raise RuntimeError("linear_cross_entropy: vmap over gradients (is_grads_batched=True) is not supported")
+        refuse_second_derivatives("linear_cross_entropy", *grads)
         if all(grad is None for grad in grads):
             return of_all_inputs(ctx, Grads())
         grads = [as_plain("linear_cross_entropy", grad) for grad in grads]
@@ -205,9 +202,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return of_all_inputs(ctx, in_shape(grads, shape))
 
 
-# Skips Python wrappers of torch that do nothing here, as in rms_norm.
-apply = super(torch.autograd.Function, _LinearCrossEntropy).apply
-_LinearCrossEntropy._backward_cls.apply = _LinearCrossEntropy.backward
+apply = fast_apply(_LinearCrossEntropy)
 
 
 def of_all_inputs(ctx, grads: tuple) -> tuple[Tensor | None, ...]:
@@ -238,12 +233,6 @@ def writable_state(state: RowState) -> RowState:
 
 
 is_graph_kept = torch._C._autograd._get_current_graph_task_keep_graph
-
-
-def is_batched(grad: Tensor | None) -> bool:
-    return grad is not None and (
-        torch._C._functorch.is_batchedtensor(grad) or torch._C._functorch.is_legacy_batchedtensor(grad)
-    )
 
 
 def in_shape(grads: Grads, shape: torch.Size) -> Grads:

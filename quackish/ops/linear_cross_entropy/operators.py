@@ -4,17 +4,14 @@ torch.compile, dispatch modes and the portable path use the operators. They run 
 `autograd`, but copy where that writes in place. They are functional; absent results are None.
 """
 
-import functools
+import math
 from typing import NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
 
-from quackish.device.kernel_device import as_current, check_same_device, device_of, prepare_operator
-from quackish.device.modes import add_flop_formulas, as_plain
 from quackish.ops.linear_cross_entropy import portable, row_state, schedules
 from quackish.ops.linear_cross_entropy.autograd import (
-    NO_SECOND_DERIVATIVES,
     apply,
     forward,
     grads_needed,
@@ -22,7 +19,6 @@ from quackish.ops.linear_cross_entropy.autograd import (
     is_graph_kept,
     kernels_on,
     logit_scale_tensor,
-    of_all_inputs,
     prepare_call,
     prepare_grads,
     requires_grad,
@@ -36,6 +32,7 @@ from quackish.ops.linear_cross_entropy.checks import Inputs
 from quackish.ops.linear_cross_entropy.layout import rows_kept
 from quackish.ops.linear_cross_entropy.reference import accumulate_dtype
 from quackish.ops.linear_cross_entropy.schedules import grads_in_forward
+from quackish.ops.operator import Operator
 
 
 def run(inputs: Inputs, plan: Plan, return_lse: bool, eager: bool, kernels=None) -> tuple[Tensor | None, ...]:
@@ -62,9 +59,6 @@ def run(inputs: Inputs, plan: Plan, return_lse: bool, eager: bool, kernels=None)
 
 
 # Operators -----------------------------------------------------------------------------------------------------------
-
-_lib = torch.library.Library("quackish", "FRAGMENT")
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
 
 class Outputs(NamedTuple):
@@ -101,26 +95,14 @@ def _results(*fields: str) -> str:
 
 # needs: which of Inputs.parameters() require grad
 _CALL = f"{_arguments(Inputs)}, {_arguments(Plan)}, bool[] needs"
-_lib.define(
-    f"linear_cross_entropy_fwd({_CALL}) -> {_results(*Outputs._fields, *Saved._fields, *Grads._fields)}", tags=_TAGS
-)
-# Backward overwrites `exp_logits` unless the graph is retained (`writable_exp_logits`). No other operator reads it.
-_lib.define(
-    f"linear_cross_entropy_bwd({_arguments(GradOutputs, 'grad_')}, {_arguments(Saved)}, {_CALL}) -> "
-    f"{_results(*Grads._fields)}",
-    tags=_TAGS,
-)
-fwd_op = torch.ops.quackish.linear_cross_entropy_fwd.default
-bwd_op = torch.ops.quackish.linear_cross_entropy_bwd.default
 
 
 def _run_ops(inputs: Inputs, plan: Plan) -> tuple[Tensor, ...]:
-    prepare_operator("linear_cross_entropy", inputs.input.device)
     items = inputs.num_items
     if items is not None and not isinstance(items, Tensor):  # a tensor, so that compiled code is not specialized on it
         dtype = accumulate_dtype(plan.compute_dtype)
         inputs = inputs._replace(num_items=torch.full((), items, dtype=dtype, device=inputs.input.device))
-    outputs, _ = unpack(fwd_op(*inputs, *plan, requires_grad(inputs)), Outputs)
+    outputs, _ = unpack(forward_operator(*inputs, *plan, requires_grad(inputs)), Outputs)
     return outputs if plan.return_stats else (outputs.loss, outputs.lse)
 
 
@@ -198,31 +180,10 @@ def _bwd_fake(*args):
     return _fake_grads(inputs, plan, grads_needed(inputs, plan, needs))
 
 
-def _on_tensor_device(impl):
-    """Runs `impl` on plain tensors, with their device as the current one for allocations and launches."""
-
-    @functools.wraps(impl)
-    def on_device(*args):
-        args = [as_plain("linear_cross_entropy", a) if isinstance(a, Tensor) else a for a in args]
-        with as_current(next(t.device for t in args if isinstance(t, Tensor) and t.dim() > 0)):
-            return impl(*args)
-
-    return on_device
-
-
-IMPLEMENTATIONS = {fwd_op: _fwd_impl, bwd_op: _bwd_impl}
-for _op, _impl, _fake in (("fwd", _fwd_impl, _fwd_fake), ("bwd", _bwd_impl, _bwd_fake)):
-    _lib.impl(f"linear_cross_entropy_{_op}", _on_tensor_device(_impl), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"quackish::linear_cross_entropy_{_op}", _fake, lib=_lib)
-
-
-def _setup_context(ctx, inputs, output):
-    inputs, ctx.plan, (ctx.needs,) = unpack(inputs, Inputs, Plan)
-    ctx.device, ctx.grad_weight_out = device_of(inputs.input.device), inputs.grad_weight_out
-    saved = output[len(Outputs._fields) :]
-    ctx.mark_non_differentiable(*(t for t in saved if t is not None))
-    ctx.save_for_backward(*inputs._replace(grad_weight_out=None), *saved)
-    ctx.set_materialize_grads(False)
+def _setup(ctx, args, output):
+    inputs, ctx.plan, (ctx.needs,) = unpack(args, Inputs, Plan)
+    ctx.grad_weight_out = inputs.grad_weight_out
+    ctx.save_for_backward(*inputs._replace(grad_weight_out=None), *output[len(Outputs._fields) :])
 
 
 def _scaled_grad(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -231,14 +192,9 @@ def _scaled_grad(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(grad, factor, out=grad if in_place else torch.empty_like(grad, dtype=dtype))
 
 
-def _op_backward(ctx, *grads):
-    if torch.is_grad_enabled():
-        raise RuntimeError(NO_SECOND_DERIVATIVES)
-    grad_outputs, _ = unpack(grads, GradOutputs)  # the other outputs have none
-    if all(grad is None for grad in grad_outputs):
-        return of_all_inputs(ctx, Grads())
+def _gradients(ctx, *grads):
+    grad_outputs = GradOutputs(*grads)
     inputs, saved, computed, _ = unpack(ctx.saved_tensors, Inputs, Saved, Grads)
-    check_same_device("linear_cross_entropy", ctx.device, inputs.input.device)
     plan, (_, needs_dw, _), grads = ctx.plan, ctx.needs, Grads()
     dw_out = ctx.grad_weight_out if needs_dw else None
     if grad_outputs.has_row_grads():
@@ -255,16 +211,46 @@ def _op_backward(ctx, *grads):
         grads = Grads(*(None if g is None else _scaled_grad(g, factor, t.dtype) for g, t in pairs))
     if any(missing):
         inputs = inputs._replace(grad_weight_out=dw_out)
-        add_flop_formulas()
-        late = Grads(*bwd_op(*grad_outputs, *saved, *inputs, *plan, missing))
+        late = Grads(*backward_operator(*grad_outputs, *saved, *inputs, *plan, missing))
         if dw_out is not None and late.dw is not None:
             dw_out.add_(late.dw)
             late = late._replace(dw=None)
         grads = grads.fill_missing(late)
     dx, dw, db = in_shape(grads, inputs.input.shape)
-    return of_all_inputs(ctx, Inputs(input=dx, linear_weight=dw, target=None, linear_bias=db))
+    return Inputs(input=dx, linear_weight=dw, target=None, linear_bias=db)
 
 
-torch.library.register_autograd(
-    "quackish::linear_cross_entropy_fwd", _op_backward, setup_context=_setup_context, lib=_lib
+def _forward_flops(*args, out_shape=None):
+    inputs, plan, (needs,) = unpack(args, Inputs, Plan)
+    dx, dw, _ = grads_in_forward(plan, GradsNeeded(*needs))
+    return 2 * math.prod(inputs.input) * inputs.linear_weight[0] * (1 + bool(dx) + bool(dw))
+
+
+def _backward_flops(*args, out_shape=None):
+    grads, saved, inputs, plan, ((dx, dw, _),) = unpack(args, GradOutputs, Saved, Inputs, Plan)
+    v, h = inputs.linear_weight
+    m = math.prod(inputs.input[:-1])
+    kept = 0 if saved.exp_logits is None else saved.exp_logits[0]
+    if grads.entropy is not None and plan.why_portable is None:
+        kept = 0  # kernels recompute all logits
+    return 2 * v * h * (m * (dx + dw) + m - kept)
+
+
+forward_operator = Operator(
+    f"linear_cross_entropy_fwd({_CALL}) -> {_results(*Outputs._fields, *Saved._fields, *Grads._fields)}",
+    _fwd_impl,
+    _fwd_fake,
+    who="linear_cross_entropy",
+    flops=_forward_flops,
 )
+# Backward overwrites `exp_logits` unless the graph is retained (`writable_exp_logits`). No other operator reads it.
+backward_operator = Operator(
+    f"linear_cross_entropy_bwd({_arguments(GradOutputs, 'grad_')}, {_arguments(Saved)}, {_CALL}) -> "
+    f"{_results(*Grads._fields)}",
+    _bwd_impl,
+    _bwd_fake,
+    who="linear_cross_entropy",
+    flops=_backward_flops,
+)
+forward_operator.differentiable(_setup, _gradients, outputs=len(GradOutputs._fields))
+IMPLEMENTATIONS = {forward_operator.overload: _fwd_impl, backward_operator.overload: _bwd_impl}

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from quackish.device.kernel_device import prepare_operator, refuse_portable
-from quackish.device.modes import is_compiling, is_transformed
-from quackish.errors import UnsupportedError
-from quackish.ops.mlp.autograd import Dtypes, mlp, rows_op, sum_op
+from quackish.device.kernel_device import refuse_portable
+from quackish.device.modes import is_compiling
 from quackish.ops.mlp.checks import Inputs, check_buffers, check_mlp, check_mm
+from quackish.ops.mlp.operators import Dtypes, group_sums, mlp_forward, rows
+from quackish.ops.operator import refuse_transforms
 from quackish.types import Activation, Backend
 
 
@@ -74,7 +74,7 @@ def run_mlp(inputs: Inputs, dtype: torch.dtype, activation: Activation, recomput
     enabled = torch.is_grad_enabled()
     needed = Dtypes(*[t.dtype if enabled and t is not None and t.requires_grad else None for t in inputs.leaves()])
     inputs = inputs._replace(**{name: _to(getattr(inputs, name), dtype) for name in ("x", "w1", "w3", "w2")})
-    return mlp(*inputs, activation, needed.need_preactivation() and not recompute, backend)[0]
+    return mlp_forward.apply(*inputs, activation, needed.need_preactivation() and not recompute, backend)[0]
 
 
 def grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *, backend: Backend = "auto") -> Tensor:
@@ -95,23 +95,17 @@ def grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *, backend: Bac
     """
     dtype = check_mm(a, b, offs, backend)
     refuse_transforms("grouped_mm")
-    prepare_operator("grouped_mm", a.device)
     a, b = _to(a, dtype), _to(b, dtype)
     if a.dim() == 3 and b.dim() == 3:
         if backend == "auto":
             refuse_portable("grouped_mm: without offs no kernel runs, but torch.bmm.", a.device, backend)
         return torch.bmm(a, b)
     if a.dim() == 2 and b.dim() == 2:
-        return sum_op(a.t(), b, offs, backend)
+        return group_sums(a.t(), b, offs, backend)
     if a.dim() == 2:
-        return rows_op(a, b.transpose(1, 2), offs, backend)
-    return rows_op(b.t(), a, offs, backend).t().contiguous()
+        return rows(a, b.transpose(1, 2), offs, backend)
+    return rows(b.t(), a, offs, backend).t().contiguous()
 
 
 def _to(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return t if t is None or t.dtype is dtype else t.to(dtype)
-
-
-def refuse_transforms(who: str) -> None:
-    if is_transformed():
-        raise UnsupportedError(f"{who}: torch.func transforms and forward-mode AD are not supported")

@@ -5,7 +5,7 @@ import torch
 from quackish.device.kernel_device import KernelDevice, empty_on
 from quackish.errors import UnsupportedError
 from quackish.gpu import Gpu
-from quackish.ops.mlp import autograd, checks, kernel_steps
+from quackish.ops.mlp import checks, kernel_steps, operators
 from quackish.ops.shared.dry_run import DryRun, Recorder
 from quackish.ops.shared.for_tools import Args, Operation
 from quackish.ops.shared.memory_counter import META
@@ -25,11 +25,11 @@ def dry_run(op: Operation, args: Args, gpu: Gpu, passes: tuple[str, ...]) -> Dry
     recorder.ignore(*inputs, dy)
     steps = kernel_steps.KernelSteps(KernelDevice(gpu, recorder.kernel_for, empty_on(META)))
     with recorder:
-        y, preactivation = autograd.forward(steps, inputs, activation, grad and not recompute)
+        y, preactivation = operators.forward(steps, inputs, activation, grad and not recompute)
         if grad:
             recorder.phase = "backward"
-            dtypes = autograd.Dtypes._make(None if t is None else t.dtype for t in inputs.leaves())
-            grads = autograd.gradients(steps, dy, inputs, preactivation, activation, dtypes)
+            dtypes = operators.Dtypes._make(None if t is None else t.dtype for t in inputs.leaves())
+            grads = operators.gradients(steps, dy, inputs, preactivation, activation, dtypes)
             del y, grads  # held until here
     notes = ["Bytes and FLOPs assume that every group is used and every row is in one: only the GPU knows the groups."]
     return DryRun(None, {}, recorder.steps, recorder.peak, recorder.buffers(), notes)

@@ -13,10 +13,10 @@ from quackish.device.kernel_device import (
 )
 from quackish.device.modes import are_plain, check_memory, is_compiling, is_plain
 from quackish.ops.mlp import kernel_steps
-from quackish.ops.mlp.api import refuse_transforms, run_mlp
-from quackish.ops.mlp.autograd import refuse_second_derivatives
+from quackish.ops.mlp.api import run_mlp
 from quackish.ops.mlp.checks import Inputs, check_buffers, check_choice, check_mlp
 from quackish.ops.mlp.problems import TOKEN_ROWS_SPEC
+from quackish.ops.operator import Operator, refuse_second_derivatives, refuse_transforms
 from quackish.types import Activation, Backend
 
 
@@ -63,7 +63,8 @@ def moe_mlp(
     x = x.to(dtype)  # before it is copied
     num_experts, k = w2.shape[0], top_k_index.shape[-1]
 
-    order, row, offs = _route(top_k_index, num_experts)
+    # an operator outside plain eager: its kernels are not fused, and modes do not see it write in place
+    order, row, offs = order_of.direct(top_k_index, num_experts)
     rows_of_token = row.view(-1, k)
     rows = _Copy.apply(x.flatten(0, -2), order, rows_of_token, backend)
     weights = _Copy.apply(top_k_weights.flatten(), order, row[:, None], backend)
@@ -77,13 +78,6 @@ def moe_mlp(
 
 
 # The order of rows ----------------------------------------------------------------------------------------------------
-
-_lib = torch.library.Library("quackish", "FRAGMENT")
-_lib.define(
-    "moe_order(Tensor top_k_index, SymInt num_experts) -> (Tensor order, Tensor row, Tensor offs)",
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
-)
-_order_op = torch.ops.quackish.moe_order.default
 
 
 def _order(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -106,15 +100,12 @@ def _order_fake(top_k_index, num_experts):
     return order, row, top_k_index.new_empty((num_experts,), dtype=torch.int32)
 
 
-_lib.impl("moe_order", _order, "CompositeExplicitAutograd")
-torch.library.register_fake("quackish::moe_order", _order_fake, lib=_lib)
-
-
-def _route(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`_order`. An operator outside plain eager: its kernels are not fused, and modes do not see it write in place."""
-    if is_plain() and are_plain((top_k_index,)):
-        return _order(top_k_index, num_experts)
-    return _order_op(top_k_index, num_experts)
+order_of = Operator(
+    "moe_order(Tensor top_k_index, SymInt num_experts) -> (Tensor order, Tensor row, Tensor offs)",
+    _order,
+    _order_fake,
+    who="moe_mlp",
+)
 
 
 # Copies and sums of rows ----------------------------------------------------------------------------------------------

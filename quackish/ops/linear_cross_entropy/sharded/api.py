@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from quackish.device.kernel_device import check_same_device, device_of
-from quackish.device.modes import add_flop_formulas, are_plain, check_memory, is_compiling, is_plain, is_transformed
+from quackish.device.modes import are_plain, check_memory, is_compiling, is_plain, is_transformed
 from quackish.errors import UnsupportedError, check_bool, refuse_unknown
 from quackish.ops.linear_cross_entropy.api import (
     MODULE_OPTIONS,
@@ -28,9 +28,7 @@ from quackish.ops.linear_cross_entropy.api import (
     with_overloads,
 )
 from quackish.ops.linear_cross_entropy.autograd import (
-    NO_SECOND_DERIVATIVES,
     grads_needed,
-    is_batched,
     logit_scale_tensor,
     of_all_inputs,
     requires_grad,
@@ -46,7 +44,14 @@ from quackish.ops.linear_cross_entropy.checks import (
     make_options,
 )
 from quackish.ops.linear_cross_entropy.launches import LceKernels
-from quackish.ops.linear_cross_entropy.operators import Outputs, Saved, bwd_op, fwd_op, run_backward, run_forward
+from quackish.ops.linear_cross_entropy.operators import (
+    Outputs,
+    Saved,
+    backward_operator,
+    forward_operator,
+    run_backward,
+    run_forward,
+)
 from quackish.ops.linear_cross_entropy.reference import LinearCrossEntropyStats, mean_divisor, rows_of
 from quackish.ops.linear_cross_entropy.sharded.collectives import all_gather, sum_over_ranks
 from quackish.ops.linear_cross_entropy.sharded.combine import (
@@ -56,6 +61,7 @@ from quackish.ops.linear_cross_entropy.sharded.combine import (
     combine,
     row_gradients,
 )
+from quackish.ops.operator import refuse_second_derivatives
 from quackish.ops.shared.arguments import shown
 from quackish.ops.shared.buffers import check_buffer
 from quackish.types import Backend, LinearCrossEntropyOptions, LossModuleOptions, Reduction, Schedule
@@ -514,10 +520,7 @@ class _VocabParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_loss, *row_grads):
-        if torch.is_grad_enabled():
-            raise RuntimeError(NO_SECOND_DERIVATIVES)
-        if any(map(is_batched, (grad_loss, *row_grads))):
-            raise RuntimeError(f"{_WHO}: vmap over gradients (is_grads_batched=True) is not supported")
+        refuse_second_derivatives(_WHO, grad_loss, *row_grads)
         kernels, plan, needed, ranks, loss_options, combined, divisor, dw_out = ctx.saved
         check_same_device(_WHO, ctx.device, combined.log_share.device)
         shard, saved, _ = unpack(ctx.saved_tensors, Inputs, Saved)
@@ -548,8 +551,7 @@ def _forward_of_shard(
     """`run_forward`, or for dispatch modes its operator."""
     if is_plain():
         return run_forward(shard, plan, needed, kernels)
-    add_flop_formulas()
-    outputs, saved, grads, _ = unpack(fwd_op(*shard, *plan, _are_needed(needed)), Outputs, Saved, Grads)
+    outputs, saved, grads, _ = unpack(forward_operator(*shard, *plan, _are_needed(needed)), Outputs, Saved, Grads)
     return outputs, saved, grads
 
 
@@ -559,10 +561,9 @@ def _backward_of_shard(
     """`run_backward`, or for dispatch modes its operator."""
     if is_plain():
         return run_backward(shard, plan, needed, grads, saved, kernels)
-    add_flop_formulas()
     if needed.dx is not None:  # the operator's dx has its input's dtype, which an all-gather may have rounded
         shard = shard._replace(input=shard.input.to(needed.dx))
-    return Grads(*bwd_op(*grads, *saved, *shard, *plan, _are_needed(needed)))
+    return Grads(*backward_operator(*grads, *saved, *shard, *plan, _are_needed(needed)))
 
 
 def _are_needed(needed: GradsNeeded) -> list[bool]:

@@ -1,0 +1,263 @@
+"""The operators of grouped_mlp and grouped_mm.
+
+They and their gradients are written once, in terms of steps: the functions of reference.py, or kernels with the same
+names and arguments (`kernel_steps.py`). Steps get weights and gradient buffers with any strides, and all other tensors
+contiguous. One exception: with w3, the weight gradients of w1 and w3 get half of dz's columns each.
+"""
+
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quackish.device.kernel_device import report_portable, require_device, why_unsupported
+from quackish.device.modes import check_memory
+from quackish.ops.mlp import kernel_steps, reference
+from quackish.ops.mlp.checks import Inputs, check_offs
+from quackish.ops.mlp.problems import GEMM_SPEC
+from quackish.ops.operator import Operator
+
+
+class Dtypes(NamedTuple):
+    """The dtype of the gradient of each of `Inputs.leaves`; None if the gradient is not computed."""
+
+    x: torch.dtype | None
+    w1: torch.dtype | None
+    w3: torch.dtype | None
+    b1: torch.dtype | None
+    w2: torch.dtype | None
+    b2: torch.dtype | None
+    scales: torch.dtype | None
+
+    def need_preactivation(self) -> bool:
+        return any(self._replace(b2=None))  # b2's gradient is the sum of dy
+
+
+Steps = ModuleType | kernel_steps.KernelSteps  # `reference` or kernels
+
+
+def steps_for(who: str, x: Tensor, columns: int, offs: Tensor, backend: str) -> Steps:
+    """The steps that run: kernels or the portable path, which on a GPU warns once per reason.
+
+    columns: the weights' other dimension besides x's columns. Kernels need multiples of 8 in both.
+    """
+    if backend == "reference" or x.numel() == 0:
+        return reference
+    why_portable = why_unsupported(who, GEMM_SPEC, x.device)
+    why_portable = why_portable or kernel_steps.why_unsupported(who, x, columns, offs.shape[0])
+    if why_portable:
+        report_portable(why_portable, x.device, backend)
+        return reference
+    return kernel_steps.steps_of(require_device(who, x.device))
+
+
+def _checked_steps(who: str, x: Tensor, columns: int, offs: Tensor, backend: str) -> Steps:
+    """`steps_for`. On a CPU's portable path also checks the offsets: reading them there does not synchronize."""
+    steps = steps_for(who, x, columns, offs, backend)
+    if steps is reference and x.device.type == "cpu":
+        check_offs(who, offs, x.shape[0], "the number of rows")
+    return steps
+
+
+def forward(steps: Steps, inputs: Inputs, activation: str, keep_preactivation: bool) -> tuple[Tensor, Tensor | None]:
+    """(y, the preactivation)"""
+    x, w1, w3, b1, w2, b2, scales, offs, *_ = inputs
+    preactivation, act = steps.up(x, w1, w3, b1, scales, offs, activation, keep_preactivation)
+    return steps.down(act, w2, b2, offs), preactivation
+
+
+def gradients(
+    steps: Steps,
+    dy: Tensor,  # (R, H)
+    inputs: Inputs,
+    preactivation: Tensor | None,  # if None, it is computed again
+    activation: str,
+    dtypes: Dtypes,
+) -> list[Tensor | None]:
+    """The gradients, in the order of `Dtypes`. A weight's gradient is added to its inputs.grad_*_out if given."""
+    x, w1, w3, b1, w2, _, scales, offs, out_1, out_3, out_2 = inputs
+    need_dz = any((dtypes.x, dtypes.w1, dtypes.w3, dtypes.b1))
+    dx = dw1 = dw3 = db1 = dw2 = db2 = dscales = dz = None
+    if dtypes.need_preactivation():
+        if preactivation is None:
+            preactivation = steps.up(x, w1, w3, b1, scales, offs, activation, keep_preactivation=True)[0]
+        needs = reference.Needs(need_dz, dtypes.w2 is not None, dtypes.scales is not None)
+        dz, act, dscales = steps.down_backward(dy, w2, preactivation, scales, offs, activation, needs)
+        preactivation = None  # frees it if it was computed again
+    if dtypes.w2:
+        dw2 = steps.weight_gradient(dy, act, offs, dtypes.w2, out_2)
+        act = None  # frees it
+    if dtypes.b2:
+        db2 = steps.bias_gradient(dy, offs, dtypes.b2)
+    if dtypes.x:
+        dx = steps.rows_gradient(dz, w1, w3, offs)
+    if dtypes.b1:
+        db1 = steps.bias_gradient(dz, offs, dtypes.b1)
+    dgate, dup = (dz, None) if w3 is None or dz is None else dz.chunk(2, 1)
+    if dtypes.w1:
+        dw1 = steps.weight_gradient(dgate, x, offs, dtypes.w1, out_1)
+    if dtypes.w3:
+        dw3 = steps.weight_gradient(dup, x, offs, dtypes.w3, out_3)
+    return [dx, dw1, dw3, db1, dw2, db2, dscales]
+
+
+# grouped_mlp: functional; results that are not needed are None --------------------------------------------------------
+
+_INPUTS = "Tensor x, Tensor w1, Tensor? w3, Tensor? b1, Tensor w2, Tensor? b2, Tensor? scales, Tensor offs"
+_OUTS = "Tensor? grad_w1_out, Tensor? grad_w3_out, Tensor? grad_w2_out"
+_DTYPES = ", ".join(f"ScalarType? {name}_dtype" for name in Dtypes._fields)
+_NUM_INPUTS = len(Inputs._fields)
+_NUM_TENSORS = Inputs._fields.index("grad_w1_out")  # without buffers
+
+
+def _for_steps(inputs: Inputs) -> Inputs:
+    """Checks that x and the weights have memory; makes all but the weights and their buffers contiguous."""
+    x, w1, w3, b1, w2, b2, scales, offs, out_1, out_3, out_2 = inputs
+    check_memory("grouped_mlp", x=x, w1=w1, w3=w3, w2=w2)
+    x, b1, b2, scales, offs = (None if t is None else t.contiguous() for t in (x, b1, b2, scales, offs))
+    return Inputs(x, w1, w3, b1, w2, b2, scales, offs, out_1, out_3, out_2)
+
+
+def _run_forward(*args):
+    inputs, (activation, keep_preactivation, backend) = _for_steps(Inputs(*args[:_NUM_INPUTS])), args[_NUM_INPUTS:]
+    steps = _checked_steps("grouped_mlp", inputs.x, inputs.w2.shape[2], inputs.offs, backend)
+    return forward(steps, inputs, activation, keep_preactivation)
+
+
+def _run_backward(dy, preactivation, *args, outs: tuple[Tensor | None, ...] = ()):
+    """outs: the buffers, to which steps add the weights' gradients. The operator has none, because it is functional."""
+    inputs, (activation, *dtypes, backend) = Inputs(*args[:_NUM_TENSORS], *outs), args[_NUM_TENSORS:]
+    inputs, dy = _for_steps(inputs), dy.contiguous()
+    check_memory("grouped_mlp", **{name: getattr(inputs, name) for name in inputs._fields[_NUM_TENSORS:]})
+    if preactivation is not None:  # a hook on saved tensors may return other strides
+        preactivation = preactivation.contiguous()
+    steps = steps_for("grouped_mlp", inputs.x, inputs.w2.shape[2], inputs.offs, backend)
+    return tuple(gradients(steps, dy, inputs, preactivation, activation, Dtypes(*dtypes)))
+
+
+def _fake_forward(*args):
+    inputs, (activation, keep_preactivation, _) = Inputs(*args[:_NUM_INPUTS]), args[_NUM_INPUTS:]
+    x, i = inputs.x, inputs.w2.shape[2]
+    width = 2 * i if activation in reference.GATED else i
+    return x.new_empty(x.shape), x.new_empty((x.shape[0], width)) if keep_preactivation else None
+
+
+def _fake_backward(dy, preactivation, *args):
+    leaves, (_, *dtypes, _) = Inputs(*args[:_NUM_TENSORS]).leaves(), args[_NUM_TENSORS:]
+    pairs = zip(leaves, dtypes, strict=True)
+    return tuple(None if dtype is None else dy.new_empty(t.shape, dtype=dtype) for t, dtype in pairs)
+
+
+def _setup(ctx, args, output):
+    *tensors, out_1, out_3, out_2 = args[:_NUM_INPUTS]
+    ctx.outs = dict(w1=out_1, w3=out_3, w2=out_2)  # not saved: backward writes to the buffers
+    ctx.activation, _, ctx.backend = args[_NUM_INPUTS:]
+    ctx.save_for_backward(*tensors, output[1])
+
+
+def _gradients(ctx, dy):
+    *tensors, preactivation = ctx.saved_tensors
+    needs = zip(Dtypes._fields, tensors, ctx.needs_input_grad, strict=False)
+    dtypes = {name: t.dtype if need and t is not None else None for name, t, need in needs}
+    outs = {name: None if dtypes[name] is None else out for name, out in ctx.outs.items()}
+    dtypes |= {name: out.dtype for name, out in outs.items() if out is not None}
+    options = ctx.activation, *dtypes.values(), ctx.backend
+    grads = Dtypes(*mlp_backward.direct(dy, preactivation, *tensors, *options, outs=tuple(outs.values())))
+    for name, out in outs.items():
+        if out is not None and (grad := getattr(grads, name)) is not None:  # the operator ran
+            out.add_(grad)
+    return grads._replace(**dict.fromkeys(name for name, out in outs.items() if out is not None))
+
+
+def _forward_flops(x, w1, w3, b1, w2, *_, out_shape=None):
+    return _matmul(x, w1) + _matmul(x, w3) + _matmul(x, w2)
+
+
+def _backward_flops(dy, preactivation, x, w1, w3, b1, w2, b2, scales, offs, activation, *options, out_shape=None):
+    needed = Dtypes(*options[: len(Dtypes._fields)])
+    up, flops = _matmul(x, w1) + _matmul(x, w3), 0
+    if preactivation is None and needed.need_preactivation():
+        flops += up
+    if any((needed.x, needed.w1, needed.w3, needed.b1, needed.scales)):  # the activation's gradient
+        flops += _matmul(x, w2)
+    if needed.x:
+        flops += up
+    pairs = (w1, needed.w1), (w3, needed.w3), (w2, needed.w2)
+    return flops + sum(_matmul(x, weight) for weight, need in pairs if need)
+
+
+def _matmul(rows, weights):
+    """Each row with the matrix of its group."""
+    return 0 if weights is None else 2 * rows[0] * weights[1] * weights[2]
+
+
+mlp_forward = Operator(
+    f"grouped_mlp_fwd({_INPUTS}, {_OUTS}, str activation, bool keep_preactivation, str backend) "
+    "-> (Tensor y, Tensor preactivation)",
+    _run_forward,
+    _fake_forward,
+    who="grouped_mlp",
+    flops=_forward_flops,
+)
+mlp_backward = Operator(
+    f"grouped_mlp_bwd(Tensor dy, Tensor? preactivation, {_INPUTS}, str activation, {_DTYPES}, str backend) "
+    f"-> ({', '.join(f'Tensor d{name}' for name in Dtypes._fields)})",
+    _run_backward,
+    _fake_backward,
+    who="grouped_mlp",
+    flops=_backward_flops,
+)
+mlp_forward.differentiable(_setup, _gradients, outputs=1)
+
+
+# grouped_mm: its operators' gradients use each other ------------------------------------------------------------------
+
+
+def _run_rows(a, w, offs, backend):
+    check_memory("grouped_mm", a=a, b=w)
+    steps = _checked_steps("grouped_mm", a, w.shape[1], offs, backend)
+    return steps.down(a.contiguous(), w, None, offs.contiguous())
+
+
+def _run_sum(a, b, offs, backend):
+    check_memory("grouped_mm", a=a, b=b)
+    steps = _checked_steps("grouped_mm", a, b.shape[1], offs, backend)
+    return steps.weight_gradient(a.contiguous(), b.contiguous(), offs.contiguous(), a.dtype)
+
+
+def _setup_mm(ctx, args, output):
+    *tensors, ctx.backend = args
+    ctx.save_for_backward(*tensors)
+
+
+def _rows_gradients(ctx, dy):
+    a, w, offs = ctx.saved_tensors
+    da = rows(dy, w.transpose(1, 2), offs, ctx.backend) if ctx.needs_input_grad[0] else None
+    dw = group_sums(dy, a, offs, ctx.backend) if ctx.needs_input_grad[1] else None
+    return da, dw
+
+
+def _sum_gradients(ctx, dy):
+    a, b, offs = ctx.saved_tensors
+    da = rows(b, dy, offs, ctx.backend) if ctx.needs_input_grad[0] else None
+    db = rows(a, dy.transpose(1, 2), offs, ctx.backend) if ctx.needs_input_grad[1] else None
+    return da, db
+
+
+rows = Operator(
+    "grouped_rows(Tensor a, Tensor w, Tensor offs, str backend) -> Tensor",  # a @ w[g].T
+    _run_rows,
+    lambda a, w, offs, backend: a.new_empty((a.shape[0], w.shape[1])),
+    who="grouped_mm",
+    flops=lambda a, w, *_, out_shape=None: _matmul(a, w),
+)
+group_sums = Operator(
+    "grouped_sum(Tensor a, Tensor b, Tensor offs, str backend) -> Tensor",  # a[g].T @ b[g]
+    _run_sum,
+    lambda a, b, offs, backend: a.new_empty((offs.shape[0], a.shape[1], b.shape[1])),
+    who="grouped_mm",
+    flops=lambda a, b, *_, out_shape=None: 2 * a[0] * a[1] * b[1],
+)
+rows.differentiable(_setup_mm, _rows_gradients, outputs=1, twice=True)
+group_sums.differentiable(_setup_mm, _sum_gradients, outputs=1, twice=True)
