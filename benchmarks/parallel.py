@@ -31,7 +31,7 @@ from benchmarks.traces import traced
 from quackish import parallel
 from quackish.bench.environment import environment
 from quackish.bench.report import markdown_table
-from quackish.cli import call_arguments as operations
+from quackish.cli import call_arguments
 from quackish.gpu import gpu_of
 from quackish.testing.timing import synchronize
 
@@ -176,10 +176,10 @@ def peak_mb(step: Step, device: torch.device) -> float:
 def most_mb(m: int, h: int, v: int, ranks: int, device: torch.device) -> float:
     """The one-rank formula with v / ranks, and what a rank keeps of each row and rank."""
     parser = argparse.ArgumentParser()
-    operations.add_arguments(parser)
+    call_arguments.add_arguments(parser)
     words = ["linear_cross_entropy", f"{m}x{h}x{-(-v // ranks)}", "--reduction", "none"]
     gpu = gpu_of(device.index) if device.type == "cuda" else None
-    formula = operations.dry_run_call(parser.parse_args(words), gpu).peak_bytes
+    formula = call_arguments.dry_run_call(parser.parse_args(words), gpu).peak_bytes
     return (1.01 * formula + (16 * ranks + 200) * m) / 1e6 + 4
 
 

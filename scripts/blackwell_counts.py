@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import page_tables
-from quackish.cli import call_arguments as operations
+from quackish.cli import call_arguments
 from quackish.cli.parser import Parser
 from quackish.device.choose import analytical
 from quackish.device.cubin import Instruction
@@ -205,8 +205,8 @@ def tiling(config: GemmConfig | GemmSm100Config, sizes: dict[str, int], gpu: Gpu
 
 def steps_of(words: str, gpu: Gpu) -> DryRun:
     parser = Parser()
-    operations.add_arguments(parser)
-    return operations.dry_run_call(parser.parse_args(words.split()), gpu)
+    call_arguments.add_arguments(parser)
+    return call_arguments.dry_run_call(parser.parse_args(words.split()), gpu)
 
 
 def headline_rows() -> Iterator[list[str]]:

@@ -10,7 +10,7 @@ import torch
 
 import quackish
 from quackish import profiling
-from quackish.cli import call_arguments as operations
+from quackish.cli import call_arguments
 from quackish.cli.parser import Parser
 from quackish.device import compile as compiling
 from quackish.device import launch
@@ -258,8 +258,8 @@ def test_launches_match_a_dry_run(call, step):
     assert 0 < max(shares) <= 130, str(p)
     assert "% roof" in str(p)
     parser = Parser()
-    operations.add_arguments(parser)
-    expected = operations.dry_run_call(parser.parse_args(call.split()), gpu_of(torch.cuda.current_device())).steps
+    call_arguments.add_arguments(parser)
+    expected = call_arguments.dry_run_call(parser.parse_args(call.split()), gpu_of(torch.cuda.current_device())).steps
     assert [(each.kernel, each.problem, each.config, each.sizes) for each in p.launches] == [
         (step.kernel, step.problem, step.choice.config, step.sizes) for step in expected if step.choice is not None
     ]

@@ -49,7 +49,7 @@ def flag_of(name: str) -> str:
 def dry_run_call(args: argparse.Namespace, gpu: Gpu | None) -> DryRun:
     """What the call `args` launches on `gpu` (None: a CPU). Raises CommandError for invalid arguments."""
     op, passes = CALLS[args.op]
-    meta = call_arguments(args)
+    meta = meta_arguments(args)
     if gpu is None:
         return DryRun(portable=why_unsupported(args.op, op.spec, torch.device("cpu")))
     try:
@@ -58,7 +58,7 @@ def dry_run_call(args: argparse.Namespace, gpu: Gpu | None) -> DryRun:
         raise CommandError(str(error).removeprefix(f"{op.name}: ")) from None
 
 
-def call_arguments(args: argparse.Namespace) -> Args:
+def meta_arguments(args: argparse.Namespace) -> Args:
     """The arguments of the call `args`, on the meta device. Raises CommandError for invalid ones."""
     return arguments_of(args, CALLS[args.op][0], DRY, META)
 

@@ -37,8 +37,7 @@ from quackish.cli.check_call import Check
 from quackish.cli.check_processes import checks, per_kernel, run_all, summary
 from quackish.cli.console import fill, width
 from quackish.cli.parser import CommandError, program_name
-from quackish.device import cache, objects, toolchain, upkeep, variables
-from quackish.device import tuned as table
+from quackish.device import cache, objects, toolchain, tuned, upkeep, variables
 from quackish.device.files import why_no_output
 from quackish.device.spec import KernelSpec
 from quackish.errors import UnsupportedError
@@ -301,14 +300,14 @@ def cache_health(report: Report) -> dict[str, str]:
 def environment(report: Report) -> dict[str, str]:
     for what, to_do in variables.faults():
         report.problem(what, to_do)
-    if why := why_no_output(table.path().parent):
+    if why := why_no_output(tuned.path().parent):
         what, to_do = f"`tune` cannot store configs: {why}", "QUACKISH_CONFIG_DIR names another folder."
-        if variables.get(variables.CONFIG_DIR) and not table.path().exists():  # so the variable has no effect
+        if variables.get(variables.CONFIG_DIR) and not tuned.path().exists():  # so the variable has no effect
             report.problem(what, to_do)
         else:
             report.note(f"{what}; {to_do}")
-    tuned = {"table of tuned configs": str(table.path())} if table.path().exists() else {}
-    return tuned | {name: value for name, value in sorted(os.environ.items()) if _RELEVANT_VARIABLES.match(name)}
+    configs = {"table of tuned configs": str(tuned.path())} if tuned.path().exists() else {}
+    return configs | {name: value for name, value in sorted(os.environ.items()) if _RELEVANT_VARIABLES.match(name)}
 
 
 KERNELS, PORTABLE = "kernels", "portable path"

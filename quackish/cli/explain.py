@@ -19,8 +19,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from quackish.cli import call_arguments as operations
-from quackish.cli.call_arguments import call_arguments, dry_run_call, select_gpu
+from quackish.cli import call_arguments
+from quackish.cli.call_arguments import dry_run_call, meta_arguments, select_gpu
 from quackish.cli.console import fill, progress, table_of, text_table
 from quackish.device import launch
 from quackish.device.choose import Choice
@@ -38,7 +38,7 @@ _Chosen = tuple[Any, Choice]  # a problem, and the config of its kernel
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    operations.add_arguments(parser)
+    call_arguments.add_arguments(parser)
     names = {name: name for name in (*NAMED, "cpu", "this")}
     gpu_help = f"{', '.join(NAMED)}, cpu, or this; default: this machine's GPU, h200 if it has none"
     parser.add_argument("--gpu", type=one_of(names), help=gpu_help)
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def text(args: argparse.Namespace) -> str:
-    (gpu, why), operation = select_gpu(args.gpu), operations.CALLS[args.op][0]
+    (gpu, why), operation = select_gpu(args.gpu), call_arguments.CALLS[args.op][0]
     dry = dry_run_call(args, gpu)
     where = f"{gpu.name} ({gpu.target}, {gpu.sm_count} SMs)" if gpu else "a CPU"
     head = [f"{args.op} {args.shape} {args.dtype} on {where}", *[f"GPU: {why}"] * bool(why)]
@@ -70,7 +70,7 @@ def text(args: argparse.Namespace) -> str:
         parts.append(_resource_table(distinct, usage, gpu))
     parts.append(_memory_table(dry))
     if operation.explain is not None:
-        tables, more_notes = operation.explain(call_arguments(args), gpu)
+        tables, more_notes = operation.explain(meta_arguments(args), gpu)
         parts, notes = parts + tables, notes + more_notes
     return "\n\n".join([_filled(head), *parts, _filled([_roofs(roofs, gpu), *notes])])
 

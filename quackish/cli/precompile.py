@@ -23,11 +23,10 @@ from pathlib import Path
 
 import torch
 
-from quackish.cli import call_arguments as operations
+from quackish.cli import call_arguments
 from quackish.cli.console import fill
 from quackish.cli.parser import CommandError, Parser, positive
-from quackish.device import cache, launch, toolchain, upkeep
-from quackish.device import compile_jobs as parallel
+from quackish.device import cache, compile_jobs, launch, toolchain, upkeep
 from quackish.device.compile_jobs import Outcome
 from quackish.device.work import describe
 from quackish.errors import UnsupportedError
@@ -39,7 +38,7 @@ _GPUS = [name for name, gpu in NAMED.items() if gpu.family in FAMILIES]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    operations.add_arguments(parser, "*")
+    call_arguments.add_arguments(parser, "*")
     gpu_help = f"comma-separated: {', '.join(_GPUS)}; or this, the default"
     parser.add_argument("--gpu", type=_gpus, default=["this"], help=gpu_help)
     jobs_help = "number of processes; default: one per core, at most 16"
@@ -47,13 +46,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--from", dest="file", type=Path, metavar="FILE", help="a file with one call per line")
 
 
-def run(args: argparse.Namespace, find: Callable = toolchain.find, compile_all: Callable = parallel.compile_all) -> int:
+def run(
+    args: argparse.Namespace, find: Callable = toolchain.find, compile_all: Callable = compile_jobs.compile_all
+) -> int:
     _check_compiler_and_cache(find)
     requests, portable = _requests(args)
     for reason in portable:
         print(fill(f"nothing to compile: {reason}", indent="  "))
     started, outcomes = time.perf_counter(), []
-    jobs = min(args.jobs or max(1, parallel.default_jobs(len(requests))), len(requests))
+    jobs = min(args.jobs or max(1, compile_jobs.default_jobs(len(requests))), len(requests))
     try:
         for outcome in compile_all(requests, jobs):
             outcomes.append(outcome)
@@ -94,15 +95,15 @@ def _requests(args: argparse.Namespace) -> tuple[list[launch.Request], list[str]
         raise CommandError("expected OP and at least one SHAPE, or --from FILE")
     if "this" in args.gpu and not torch.cuda.is_available():
         raise CommandError(f"there is no GPU here; name one to compile for: --gpu {', '.join(_GPUS)}")
-    gpus = [operations.select_gpu(name)[0] for name in args.gpu]
+    gpus = [call_arguments.select_gpu(name)[0] for name in args.gpu]
     calls = _lines(args.file) if args.file else [("", {**vars(args), "shape": shape}) for shape in args.shapes]
     requests: dict[launch.Request, None] = {}
     portable = []
     for (where, call), gpu in itertools.product(calls, gpus):
-        without_grad = [{"no_grad": True}] if "no_grad" in operations.CALLS[call["op"]][0].options else []
+        without_grad = [{"no_grad": True}] if "no_grad" in call_arguments.CALLS[call["op"]][0].options else []
         for extra in ({}, *without_grad):
             try:
-                dry = operations.dry_run_call(argparse.Namespace(**{**call, **extra}), gpu)
+                dry = call_arguments.dry_run_call(argparse.Namespace(**{**call, **extra}), gpu)
             except CommandError as error:
                 raise CommandError(f"{where}{error}") from None
             if dry.portable is not None:
@@ -117,7 +118,7 @@ def _requests(args: argparse.Namespace) -> tuple[list[launch.Request], list[str]
 def _lines(file: Path) -> Iterator[tuple[str, dict]]:
     """(file and line number, arguments) of each line."""
     parser = Parser(add_help=False)
-    operations.add_arguments(parser)
+    call_arguments.add_arguments(parser)
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
@@ -138,8 +139,8 @@ def _lines(file: Path) -> Iterator[tuple[str, dict]]:
 def requests_of(op: str, shape: str, gpu: str) -> list[launch.Request]:
     """The kernels of one call with default options, forward and backward, in order of their first launch."""
     parser = Parser()
-    operations.add_arguments(parser)
-    dry = operations.dry_run_call(parser.parse_args([op, shape]), NAMED[gpu])
+    call_arguments.add_arguments(parser)
+    dry = call_arguments.dry_run_call(parser.parse_args([op, shape]), NAMED[gpu])
     return list(dict.fromkeys(_requests_of(dry, NAMED[gpu])))
 
 

@@ -23,11 +23,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quackish.cli import call_arguments as operations
+from quackish.cli import call_arguments
 from quackish.cli.console import fill, progress, text_table
 from quackish.cli.parser import CommandError, positive
-from quackish.device import choose, toolchain
-from quackish.device import tuned as table
+from quackish.device import choose, toolchain, tuned
 from quackish.device.files import why_no_output
 from quackish.device.work import describe
 from quackish.errors import UnsupportedError
@@ -49,7 +48,7 @@ class Problem(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    operations.add_arguments(parser, "+")
+    call_arguments.add_arguments(parser, "+")
     candidates_help = "maximum number of candidates per problem (64)"
     parser.add_argument("--candidates", type=positive, default=64, metavar="N", help=candidates_help)
 
@@ -70,7 +69,7 @@ def plan(args: argparse.Namespace, gpu: Gpu) -> list[Problem]:
     """The tunable problems of all shapes. Raises CommandError for an invalid argument."""
     problems: dict[Any, Problem] = {}
     for shape in dict.fromkeys(shape for words in args.shapes for shape in words.split(",") if shape):
-        dry = operations.dry_run_call(argparse.Namespace(**vars(args), shape=shape), gpu)
+        dry = call_arguments.dry_run_call(argparse.Namespace(**vars(args), shape=shape), gpu)
         if dry.portable is not None:
             raise CommandError(f"there is nothing to tune: {dry.portable}")
         largest: dict[Any, dict[str, int]] = {}  # the largest sizes of each problem for this shape
@@ -98,8 +97,8 @@ def tune(
     problems: Sequence[Problem], gpu: Gpu, max_candidates: int, device: torch.device,
     examine: Callable = search.examine, search_for: Callable[..., search.Outcome] = search.search,
 ) -> int:  # fmt: skip
-    if why := why_no_output(table.path().parent):
-        raise CommandError(f"{table.path()} cannot be written: {why}; QUACKISH_CONFIG_DIR names another folder")
+    if why := why_no_output(tuned.path().parent):
+        raise CommandError(f"{tuned.path()} cannot be written: {why}; QUACKISH_CONFIG_DIR names another folder")
     failed = 0
     for problem in problems:
         configs = candidates(problem.problem, gpu, max_candidates)
@@ -143,19 +142,19 @@ def _store(problem: Problem, outcome: search.Outcome, gpu: Gpu) -> None:
     gain = f"{100 * (outcome.gain - 1):.1f} % faster than the analytical choice"
     shapes, noise = ", ".join(describe(None, sizes) for sizes in problem.sizes), f"noise {100 * outcome.noise:.1f} %"
     measured = f"{gain} at {shapes} ({time.strftime('%Y-%m-%d')}, {noise})"
-    row = table.make_row(problem.problem, gpu, outcome.config, measured)
+    row = tuned.make_row(problem.problem, gpu, outcome.config, measured)
     try:
         if outcome.why:
-            removed = table.put(row, keep=False)
+            removed = tuned.put(row, keep=False)
             print(fill(f"The analytical choice stays: {outcome.why}.{' Its row is removed.' * removed}", "  ") + "\n")
         else:
             print(fill(_changes(outcome.config, choose.analytical(problem.problem, gpu).config), "  ", "    "))
             print(fill(f"{gain}, {noise}.", "  "))
-            table.put(row)
-            print(fill(f"Written to {table.path()}.", "  ") + "\n")
+            tuned.put(row)
+            print(fill(f"Written to {tuned.path()}.", "  ") + "\n")
     except OSError as error:
         raise CommandError(
-            f"{table.path()} cannot be written: {error.strerror}; `with quackish.config(...)` forces it"
+            f"{tuned.path()} cannot be written: {error.strerror}; `with quackish.config(...)` forces it"
         ) from error
 
 

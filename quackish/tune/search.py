@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quackish.device import compile_jobs as parallel
-from quackish.device import launch
+from quackish.device import compile_jobs, launch
 from quackish.device.compile import Request, lock, obtain
 from quackish.gpu import Gpu
 from quackish.testing.errors import error, same_bits
@@ -173,10 +172,10 @@ def examine(problem: Any, configs: Sequence[Any], gpu: Gpu) -> Iterator[bool]:
 
     Kernels of those configs are also stored in the cache. Raises FileNotFoundError without cuobjdump.
     """
-    processes = max(1, parallel.default_jobs(len(configs)))
+    processes = max(1, compile_jobs.default_jobs(len(configs)))
     context = multiprocessing.get_context("spawn")  # CUDA and the compiler do not survive a fork
     with concurrent.futures.ProcessPoolExecutor(processes, mp_context=context) as pool:
-        with parallel.defer_interrupts():  # starts the processes
+        with compile_jobs.defer_interrupts():  # starts the processes
             fitting = pool.map(functools.partial(fits, problem, gpu=gpu), configs)
         yield from fitting
 

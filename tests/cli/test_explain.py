@@ -9,7 +9,7 @@ import torch
 
 import quackish
 from quackish.__main__ import main
-from quackish.cli import call_arguments as operations
+from quackish.cli import call_arguments
 from quackish.cli import explain as command
 from quackish.cli.parser import Parser
 from quackish.device.choose import choose
@@ -42,7 +42,7 @@ def parse(words):
 
 
 def dry(words, gpu=H200):
-    return operations.dry_run_call(parse(words), gpu)
+    return call_arguments.dry_run_call(parse(words), gpu)
 
 
 def output(words, compiled=None):
@@ -363,7 +363,7 @@ def test_a_dry_run_skips_equal_iterations(words, gpu, monkeypatch):
         for step in result.steps:
             sizes = {name: n for name, n in step.sizes.items() if name not in ("v0", "v1")}
             counts[step.phase, step.kernel, str(step.problem), str(sizes), step.work] += step.calls
-        points = frontier(operations.call_arguments(parse(words)), gpu)
+        points = frontier(call_arguments.meta_arguments(parse(words)), gpu)
         return len(result.steps), (counts, result.peak_bytes, result.buffers, result.plan, points)
 
     count, run = found()

@@ -13,8 +13,7 @@ import torch
 from quackish import config
 from quackish.cli import tune as command
 from quackish.cli.parser import CommandError, Parser
-from quackish.device import choose
-from quackish.device import tuned as table
+from quackish.device import choose, tuned
 from quackish.device.kernel_device import KernelDevice, substitute
 from quackish.device.launch import Resources
 from quackish.gpu import A100, B200, H200, gpu_of
@@ -383,7 +382,7 @@ def test_a_faster_config_is_stored_and_used(folder, capsys):
     assert set(row["toolchain"]) == {"quackish", "nvidia-cutlass-dsl", "cuda"}
 
     # a config in the table is a candidate too, however far from the analytical choice
-    table.put(table.make_row(FORWARD, H200, RmsNormFwdConfig(1024, 512), "x"))
+    tuned.put(tuned.make_row(FORWARD, H200, RmsNormFwdConfig(1024, 512), "x"))
     choose.reload()
     assert tune()[1][0][-1] == RmsNormFwdConfig(1024, 512)
 
@@ -415,7 +414,7 @@ def test_a_failing_problem_does_not_stop_others(capsys):
     out, err = capsys.readouterr()
     assert "failed: OutOfMemoryError: CUDA out of memory" in err
     assert "Written to" in out
-    assert [row.problem["n"] for row in table.rows()] == [2048]
+    assert [row.problem["n"] for row in tuned.rows()] == [2048]
 
 
 def test_a_table_that_cannot_be_written(folder, monkeypatch):

@@ -14,9 +14,8 @@ import torch
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 from quackish import errors
-from quackish.device import cache, launch, toolchain
+from quackish.device import cache, compile_jobs, launch, toolchain
 from quackish.device import compile as compiling
-from quackish.device import compile_jobs as parallel
 from tests import forked
 from tests.device.toy_kernels import HostConfig, HostProblem, HostToy, Toy
 
@@ -150,7 +149,7 @@ def test_folder_that_cannot_be_made(folder):
     check_memory_only("File exists")
     request = compiling.Request(HostToy, HostProblem(), HostConfig(), "sm_90a")
     assert compiling.obtain(request)[1:] == ("not stored", "File exists")
-    (outcome,) = parallel.compile_all([request], jobs=1)
+    (outcome,) = compile_jobs.compile_all([request], jobs=1)
     assert outcome[1:] == ("not stored", "File exists")
 
 

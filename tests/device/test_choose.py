@@ -11,8 +11,7 @@ import torch
 
 import quackish
 from quackish import config, errors
-from quackish.device import choose, launch, toolchain
-from quackish.device import tuned as table
+from quackish.device import choose, launch, toolchain, tuned
 from quackish.device.kernel_device import KernelDevice, substitute
 from quackish.device.kernel_for import CompiledKernel
 from quackish.gpu import B200, H100, H200
@@ -391,7 +390,7 @@ TUNED = RmsNormBwdConfig(512, 256, 3, 1)
 
 
 def put(problem=BACKWARD, made=TUNED, on=H200):
-    table.put(table.make_row(problem, on, made, "measured"))
+    tuned.put(tuned.make_row(problem, on, made, "measured"))
     choose.reload()
 
 
@@ -455,13 +454,13 @@ def test_rows_are_replaced_added_and_removed(folder, made_here):
     put(problem=dataclasses.replace(BACKWARD, n=2048))
     put(made=RmsNormBwdConfig(256, 256, 2, 1))
     put(on=B200)
-    assert [(row.gpu, row.problem["n"], row.config["num_stages"]) for row in table.rows()] == [
+    assert [(row.gpu, row.problem["n"], row.config["num_stages"]) for row in tuned.rows()] == [
         ("H200", 2048, 3), ("H200", 4096, 2), ("B200", 4096, 3),
     ]  # fmt: skip
-    row = table.make_row(BACKWARD, H200, TUNED, "")
-    assert table.put(row, keep=False)
-    assert not table.put(row, keep=False)
-    assert len(table.read()) == 2
+    row = tuned.make_row(BACKWARD, H200, TUNED, "")
+    assert tuned.put(row, keep=False)
+    assert not tuned.put(row, keep=False)
+    assert len(tuned.read()) == 2
 
 
 # On a GPU ------------------------------------------------------------------------------------------------------------

@@ -4,8 +4,7 @@ import dataclasses
 
 import pytest
 
-from quackish.device import choose, launch
-from quackish.device import tuned as table
+from quackish.device import choose, launch, tuned
 from quackish.device.choose import config
 from quackish.device.kernel_for import request_for
 from quackish.device.spec import Tuning, Variant
@@ -83,12 +82,12 @@ def test_configs_are_forced_for_each_family():
 def test_the_users_table_has_the_configs_of_each_family():
     rows = {H200: dataclasses.replace(gemm_config(DX, H200), group=4), B200: PairConfig(128)}
     for on, made in rows.items():
-        table.put(table.make_row(DX, on, made, "measured"))
+        tuned.put(tuned.make_row(DX, on, made, "measured"))
     choose.reload()
     for on, made in rows.items():
         assert chosen(on).config == made
         assert chosen(on).source == "user table"
-    table.put(table.make_row(DX, B200, GemmConfig(), "measured"))  # as an older version may have left
+    tuned.put(tuned.make_row(DX, B200, GemmConfig(), "measured"))  # as an older version may have left
     choose.reload()
     with pytest.warns(RuntimeWarning, match=r"A row of .* is not used: .*unexpected keyword argument 'tile_m'"):
         assert chosen(B200).config == PairConfig()

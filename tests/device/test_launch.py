@@ -12,8 +12,7 @@ import torch
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 from quackish.device import compile as compiling
-from quackish.device import compile_jobs as parallel
-from quackish.device import cubin, launch, objects
+from quackish.device import compile_jobs, cubin, launch, objects
 from quackish.gpu import H200
 from quackish.ops.rms_norm.problems import RmsNormFwdProblem, rms_norm_fwd_config
 from tests.device.toy_kernels import BrokenToy, HostConfig, HostProblem, HostToy, Toy, ToyConfig, ToyProblem
@@ -174,7 +173,7 @@ def test_parallel_compilation(monkeypatch):
 
 def test_prepare_compiles_only_missing_kernels(monkeypatch):
     asked = []
-    monkeypatch.setattr(parallel, "compile_all", lambda wanted, jobs: asked.append((list(wanted), jobs)) or [])
+    monkeypatch.setattr(compile_jobs, "compile_all", lambda wanted, jobs: asked.append((list(wanted), jobs)) or [])
     monkeypatch.setenv("QUACKISH_COMPILE_JOBS", "8")
     host_toy(2)  # in memory
     host_toy(3)
@@ -192,14 +191,14 @@ def test_prepare_compiles_only_missing_kernels(monkeypatch):
 
 
 def test_jobs(monkeypatch):
-    assert [parallel.default_jobs(n, cores=24) for n in (0, 1, 9, 99)] == [0, 1, 9, 16]
+    assert [compile_jobs.default_jobs(n, cores=24) for n in (0, 1, 9, 99)] == [0, 1, 9, 16]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert parallel.default_jobs(9, cores=24) == 3
+    assert compile_jobs.default_jobs(9, cores=24) == 3
     for invalid in ("", "0", "two", "-1", "1.5"):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", invalid)
-        assert parallel.default_jobs(99, cores=24) == 16
+        assert compile_jobs.default_jobs(99, cores=24) == 16
     monkeypatch.setenv("QUACKISH_COMPILE_JOBS", "5")
-    assert parallel.default_jobs(9) == 5
+    assert compile_jobs.default_jobs(9) == 5
 
 
 @pytest.fixture
@@ -211,7 +210,7 @@ def ended(monkeypatch):
 
 
 def test_stopping_early_ends_all_processes(ended):
-    outcomes = parallel.compile_all(requests(2, 3, 4), jobs=2)
+    outcomes = compile_jobs.compile_all(requests(2, 3, 4), jobs=2)
     next(outcomes)
     outcomes.close()
     assert ended()
@@ -219,7 +218,7 @@ def test_stopping_early_ends_all_processes(ended):
 
 def test_failures_of_parallel_compilation(monkeypatch):
     broken = launch.Request(BrokenToy, HostProblem(), HostConfig(), "sm_90a")
-    outcomes = {o.request: o for o in parallel.compile_all([broken, *requests(2)], jobs=1)}
+    outcomes = {o.request: o for o in compile_jobs.compile_all([broken, *requests(2)], jobs=1)}
     assert outcomes[broken].status == "failed"
     assert "no_such_attribute" in outcomes[broken].message
     assert outcomes[requests(2)[0]].status == "compiled"
@@ -241,7 +240,7 @@ def statuses(outcomes, *factors):
 def test_processes_that_die(tmp_path):
     worker = tmp_path / "worker.py"
     worker.write_text("import sys; sys.exit('lost its head')")
-    outcomes = list(parallel.compile_all(requests(2, 3, 4), jobs=2, worker=worker))
+    outcomes = list(compile_jobs.compile_all(requests(2, 3, 4), jobs=2, worker=worker))
     assert statuses(outcomes, 2, 3, 4) == ["failed"] * 3
     assert all(re.search(r"no answer .* \(\w+Error\(.*\)\): lost its head", o.message) for o in outcomes)
 
@@ -249,7 +248,7 @@ def test_processes_that_die(tmp_path):
 def test_processes_that_hang_are_ended(tmp_path, ended):
     worker = tmp_path / "worker.py"
     worker.write_text("import time; time.sleep(60)")
-    outcomes = list(parallel.compile_all(requests(2, 3, 4), jobs=2, worker=worker, timeout=0.2))
+    outcomes = list(compile_jobs.compile_all(requests(2, 3, 4), jobs=2, worker=worker, timeout=0.2))
     assert statuses(outcomes, 2, 3, 4) == ["failed"] * 3
     assert all("none within 0 s" in outcome.message for outcome in outcomes)
     assert ended()
@@ -257,7 +256,7 @@ def test_processes_that_hang_are_ended(tmp_path, ended):
 
 def test_processes_that_cannot_be_started(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/no/such/python")
-    assert statuses(parallel.compile_all(requests(2, 3), jobs=2), 2, 3) == ["failed"] * 2
+    assert statuses(compile_jobs.compile_all(requests(2, 3), jobs=2), 2, 3) == ["failed"] * 2
     launch.prepare(requests(2, 3))  # raises nothing
     check(host_toy(2), 2)  # compiled here
     assert launch.counters.compiles == 1

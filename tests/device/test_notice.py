@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from quackish.device import compile as compiling
-from quackish.device import compile_jobs as parallel
-from quackish.device import notice
+from quackish.device import compile_jobs, notice
 from quackish.device.compile import Request
 from tests.device.toy_kernels import HostConfig, HostProblem, HostToy
 
@@ -77,8 +76,8 @@ def test_kernels_that_are_not_kept(stderr, monkeypatch):
 
 def test_kernels_that_compile_in_parallel_are_announced_together(stderr, monkeypatch):
     requests = [REQUEST, REQUEST._replace(problem=HostProblem(3))]
-    monkeypatch.setattr(parallel, "default_jobs", lambda count: 2)
-    monkeypatch.setattr(parallel, "compile_all", lambda *_: compiling.compile_kernel() or [])
-    parallel.prepare(requests)
+    monkeypatch.setattr(compile_jobs, "default_jobs", lambda count: 2)
+    monkeypatch.setattr(compile_jobs, "compile_all", lambda *_: compiling.compile_kernel() or [])
+    compile_jobs.prepare(requests)
     (line,) = stderr
     assert line.startswith("quackish: compiling 2 kernels for sm_90a, first use only; kept in ")

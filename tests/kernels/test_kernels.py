@@ -2,7 +2,7 @@
 
 import pytest
 
-from quackish.cli import call_arguments as operations
+from quackish.cli import call_arguments
 from quackish.cli.parser import Parser
 from quackish.device.choose import analytical
 from quackish.errors import UnsupportedError
@@ -92,8 +92,8 @@ def test_compiles(name, problem, gpu):
 def test_compiles_for_b300(call):
     """B300 uses the same sources and configs as B200, so a few problems are enough."""
     parser = Parser()
-    operations.add_arguments(parser)
-    steps = operations.dry_run_call(parser.parse_args(call.split()), B300).steps
+    call_arguments.add_arguments(parser)
+    steps = call_arguments.dry_run_call(parser.parse_args(call.split()), B300).steps
     kernels = {(step.kernel, step.problem, step.choice.config) for step in steps if step.choice is not None}
     assert len(kernels) >= 2
     for name, problem, config in kernels:

@@ -22,7 +22,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import quackish
-from quackish.cli import call_arguments as operations
+from quackish.cli import call_arguments
 from quackish.device.kernel_device import substitute
 from quackish.gpu import gpu_of
 from quackish.ops.linear_cross_entropy.reference import linear_cross_entropy_forward
@@ -560,7 +560,7 @@ def memory_is_that_of_one_rank(groups):
     x, w = (torch.randn(rows, h, device="cuda").bfloat16().requires_grad_() for rows in (m, v // n))
     target = torch.randint(v, (m,), generator=torch.Generator("cuda").manual_seed(0), device="cuda")
     parser = argparse.ArgumentParser()
-    operations.add_arguments(parser)
+    call_arguments.add_arguments(parser)
     words = f"linear_cross_entropy {m}x{h}x{v // n} --reduction none"
     for schedule, sequence_parallel in (("stored", False), ("stored", True), ("recompute", False)):
         part = x.detach()[mine].clone().requires_grad_() if sequence_parallel else x
@@ -578,7 +578,7 @@ def memory_is_that_of_one_rank(groups):
         torch.cuda.synchronize()
         shown = torch.cuda.max_memory_allocated() - before
         asked = parser.parse_args([*words.split(), "--schedule", schedule])
-        formula = operations.dry_run_call(asked, gpu_of(dist.get_rank())).peak_bytes
+        formula = call_arguments.dry_run_call(asked, gpu_of(dist.get_rank())).peak_bytes
         also = (16 * n + 200) * m + (x.nbytes + part.nbytes if sequence_parallel else 0)  # all of x, and summed dX
         assert shown <= 1.01 * formula + also + (8 << 20), (schedule, sequence_parallel, shown, formula)
 

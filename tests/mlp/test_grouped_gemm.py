@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from quackish.gpu import H100, H100_NVL, H200
-from quackish.kernels.gemm import grouped_problem as grouped_gemm
+from quackish.kernels.gemm import grouped_problem
 from quackish.kernels.gemm.grouped_problem import (
     GroupedGemmProblem,
     cluster_tile_for,
@@ -87,7 +87,7 @@ def test_illegal_configs_are_refused():
 
 
 def test_kernels_and_reference_have_the_same_gated_activations():
-    assert grouped_gemm.GATED == GATED
+    assert grouped_problem.GATED == GATED
 
 
 def test_problems_are_few():

@@ -17,7 +17,7 @@ from quackish.ops.rms_norm import operators as ops
 from quackish.ops.rms_norm import plans
 from quackish.ops.rms_norm.api import RMSNorm, rms_norm, rms_norm_backward, rms_norm_forward
 from quackish.ops.rms_norm.problems import MAX_M, RmsNormBwdProblem, RmsNormFwdProblem
-from tests.rms_norm import cases as rms_norm_cases
+from tests.rms_norm import cases
 from tests.rms_norm.cases import FP32, FP64, Functions, leaf, rows, weights
 from tests.rms_norm.emulated import Emulated
 
@@ -188,5 +188,5 @@ def test_warning_points_at_the_users_line(mode):
                 y = call(leaf(rows((4, 8))))
             if mode == "backward":
                 y.sum().backward()
-    line_in = rms_norm_cases.__file__ if mode == "operator" else __file__  # the user's function mode makes the call
+    line_in = cases.__file__ if mode == "operator" else __file__  # the user's function mode makes the call
     assert [w.filename for w in seen if "why" in str(w.message)] == [line_in]
