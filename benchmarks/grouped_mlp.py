@@ -14,16 +14,16 @@ from pathlib import Path
 from benchmarks import harness
 from benchmarks.verdicts import at_most, faster, verdict
 from quackish.bench import plots, report
-from quackish.bench.cells import MLP_GEMMS, OURS, Cell, Job, is_ours
+from quackish.bench.cells import OURS, Cell, Job, is_ours
 from quackish.bench.report import Verdict
 from quackish.bench.results import Results
 from quackish.bench.table import BENCHES
-from quackish.ops.mlp.measure import DATA, ERRORS
+from quackish.ops.mlp.measure import DATA, ERRORS, ROOFS
 from quackish.ops.shared.models import MODELS
 
 TOKENS = {"qwen3-30b-a3b": 16_384, "olmoe-1b-7b": 16_384, "gpt-oss-20b": 16_384, "mixtral-8x7b": 8192}
 TRAIN = "forward+backward"
-ROOF = MLP_GEMMS[TRAIN]
+ROOF = ROOFS[TRAIN]
 HOST = (1024, 128, 128, 8)  # a small shape, so that GPU time stays hidden
 OVER_ROOF, SPEEDUP, MOST_LAUNCHES = 1.06, 1.20, 8
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from benchmarks.verdicts import at_most, dominated, faster, verdict
 from quackish.bench import plots, report
-from quackish.bench.cells import A_LAUNCH, GEMMS, NONE_IGNORED, OURS, THREE_GEMMS, Cell, is_ours
+from quackish.bench.cells import A_LAUNCH, OURS, Cell, is_ours
 from quackish.bench.report import Verdict
 from quackish.bench.results import Results
+from quackish.ops.linear_cross_entropy.measure import GEMMS, NONE_IGNORED, THREE_GEMMS
 from quackish.ops.linear_cross_entropy.providers import ABOUT, STATS, TOKENS
 from quackish.testing.timing import LOAD_MS
 

@@ -10,23 +10,7 @@ from quackish.errors import did_you_mean
 OURS = "quackish"
 A_LAUNCH = f"{OURS} (a launch)"  # host time of the slowest launch in a call
 AGAIN = f"{OURS} (again)"  # quackish measured a second time in the same turns, to show the noise
-NONE_IGNORED = f"{OURS} (none ignored)"  # the roof of a cell with ignored rows
-GEMMS, THREE_GEMMS = ("gemm-logits", "gemm-dx", "gemm-dw"), "three-gemms"
-MLP_GEMMS = {"forward": "two-gemms", "forward+backward": "six-gemms"}
-MINIMUM = "minimum"  # the computed roof of attention
-# Names in the provider column of a results file that are not providers.
-NOT_PROVIDERS = (
-    A_LAUNCH,
-    AGAIN,
-    NONE_IGNORED,
-    "mul",
-    "add",
-    THREE_GEMMS,
-    *GEMMS,
-    *MLP_GEMMS.values(),
-    MINIMUM,
-    "truth",
-)
+TRUTH = "truth"  # in fp64
 
 
 def is_ours(name: str) -> bool:

@@ -14,6 +14,7 @@ from quackish.ops.shared.models import MODELS, Shapes
 class Bench:
     op: Operation
     roofs: dict[str, str]  # {direction of a cell: name of its roof}
+    errors: tuple[str, ...]  # columns of a results file: "err_y" is the norm-wise error of y
     providers: tuple[str, ...]
     load: Callable[[str], Any]  # loads a provider by name
     measure: Callable[..., None]  # (cell, providers, run)
@@ -27,6 +28,8 @@ class Bench:
     on_cpu: tuple[str, ...] = ("torch",)  # the peers that run without a GPU by default
     variants: str = "(?!)"  # a regular expression that matches further names of providers
     options: tuple[str, ...] = ()  # the operation's options that `bench` takes, as data of a cell
+    # {name: title in reports} of what is measured beside providers, the roofs apart
+    baselines: dict[str, str] = dataclasses.field(default_factory=dict)
     section_per_cell: bool = False  # with time against memory; else a table of all shapes
 
     @property

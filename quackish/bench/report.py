@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quackish.bench import plots
-from quackish.bench.cells import NONE_IGNORED, Cell, is_ours
+from quackish.bench.cells import Cell, is_ours
 from quackish.bench.results import Results, Row, cell_of, read_rows, scale_of
+from quackish.bench.table import ERRORS
 from quackish.cli.console import fill
 
 Verdict = tuple[str, str]  # (PASS or FAIL, the numbers)
-ROOFS = {"three-gemms": "3 GEMMs", "gemm-logits": "logits", "gemm-dx": "dX", "gemm-dw": "dW"}
-ROOFS |= {NONE_IGNORED: "none ignored"}
 
 
 class Page(NamedTuple):
@@ -103,10 +102,12 @@ def _by_cell(results: Results) -> list[str]:
     for cell in (cell for cells in results.groups().values() for cell in cells):
         if cell in steady_cells or not results.providers([cell]):
             continue
-        m, h, v = cell.shape
-        roofs = [f"{text} {ms:.4g} ms" for name, text in ROOFS.items() if (ms := results.ms(cell, name))]
+        sizes = ", ".join(f"{dim} {size}" for dim, size in zip(results.op.dims, cell.shape, strict=True))
+        roofs = [
+            f"{text} {ms:.4g} ms" for name, text in results.bench.baselines.items() if (ms := results.ms(cell, name))
+        ]
         models = f" ({names})" if (names := results.models(cell)) else ""
-        parts += [f"## {cell.direction.capitalize()}, {cell.dtype}: M {m}, H {h}, V {v}{cell.kind}{models}\n"]
+        parts += [f"## {cell.direction.capitalize()}, {cell.dtype}: {sizes}{cell.kind}{models}\n"]
         parts += [f"{', '.join(roofs)}\n"] if roofs else []
         parts.append(_details(results, [cell]))
         if cell.direction == "forward+backward" and 0 < len(results.peers(cell)) < len(results.points(cell)):
@@ -137,21 +138,13 @@ def _summary(results: Results, cells: Sequence[Cell]) -> str:
     return markdown_table(list(table), zip(*table.values(), strict=True))
 
 
+_SYMBOLS = {"dx": "dX", "dweight": "dW", "dw2": "dW2"}  # of gradients
 _DETAILS = {  # columns of a results file
     "% of roof": ("pct_of_roof", ".4g"),
     "peak MB": ("peak_mb", ".5g"),
     "standing MB": ("standing_mb", ".2f"),
     "launches": ("launches", ".0f"),
-    "err y": ("err_y", ".2g"),
-    "err loss": ("err_loss", ".2g"),
-    "err dX": ("err_dx", ".2g"),
-    "err dW": ("err_dweight", ".2g"),
-    "err dW2": ("err_dw2", ".2g"),
-    "err dscales": ("err_dscales", ".2g"),
-    "err dq": ("err_dq", ".2g"),
-    "err dk": ("err_dk", ".2g"),
-    "err dv": ("err_dv", ".2g"),
-    "err dbias": ("err_dbias", ".2g"),
+    **{f"err {_SYMBOLS.get(of, of)}": (f"err_{of}", ".2g") for of in (name.removeprefix("err_") for name in ERRORS)},
     "note": ("note", ""),
 }
 

@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from quackish.bench.cells import AGAIN, NOT_PROVIDERS, OURS, Cell, Job, is_ours, library, shape_name
+from quackish.bench.cells import AGAIN, OURS, Cell, Job, is_ours, library, shape_name
 from quackish.bench.environment import ENVIRONMENT
-from quackish.bench.measure import ERRORS, WRONG, Record
-from quackish.bench.table import BENCHES
+from quackish.bench.measure import WRONG, Record
+from quackish.bench.table import BENCHES, ERRORS, NOT_PROVIDERS
 from quackish.ops.shared.for_tools import parse_shape
 
 Row = dict[str, str]
@@ -22,7 +22,6 @@ COLUMNS = (  # explained in benchmarks/README.md
     *("median_ms", "p20_ms", "p80_ms", "roof_ms", "pct_of_roof", "peak_mb", "standing_mb"),
     *("launches", *ERRORS),
 )
-_LATER = ("err_dw2", "err_dscales", "err_dq", "err_dk", "err_dv", "err_dbias")  # absent in older files
 
 
 def row_of(job: Job, name: str, record: Record) -> dict[str, object]:
@@ -75,9 +74,10 @@ def read_rows(path: Path) -> list[Row]:
             rows, names = list(reader), reader.fieldnames or []
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror.lower()}") from None
-    if missing := [name for name in COLUMNS if name not in (*names, *_LATER)]:
+    later = [name for name in ERRORS if name not in names]  # absent in older files
+    if missing := [name for name in COLUMNS if name not in (*names, *later)]:
         raise ValueError(f"{path}: not a results file of quackish: it has no column {missing[0]}")
-    return [row | {name: "" for name in _LATER if name not in names} for row in rows]
+    return [row | dict.fromkeys(later, "") for row in rows]
 
 
 class Results:

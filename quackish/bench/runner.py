@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from quackish.bench import report
-from quackish.bench.cells import AGAIN, NOT_PROVIDERS, Job
+from quackish.bench.cells import AGAIN, Job
 from quackish.bench.measure import Record
 from quackish.bench.processes import Supervisor
 from quackish.bench.results import CsvLog, read_rows, row_of, scale_of
+from quackish.bench.table import NOT_PROVIDERS
 from quackish.cli.console import fill, progress
 from quackish.cli.interrupt import end_on_sigterm
 

@@ -15,12 +15,13 @@ import quackish
 from benchmarks import attention, grouped_mlp, host_overhead, linear_cross_entropy, parallel, rms_norm, traces
 from benchmarks import targets_linear_cross_entropy as targets
 from quackish.bench import processes, report, runner
-from quackish.bench.cells import A_LAUNCH, AGAIN, NONE_IGNORED, Cell, Job, options_of
+from quackish.bench.cells import A_LAUNCH, AGAIN, Cell, Job, options_of
 from quackish.bench.environment import environment
 from quackish.bench.measure import Record, Run, time_columns
 from quackish.bench.results import COLUMNS, Results, read_rows, row_of
 from quackish.bench.table import BENCHES
 from quackish.ops.linear_cross_entropy import providers as providers_linear_cross_entropy
+from quackish.ops.linear_cross_entropy.measure import NONE_IGNORED
 from quackish.ops.mlp.measure import group_sizes
 from quackish.ops.rms_norm.measure import ROOFS
 from quackish.testing.timing import Times

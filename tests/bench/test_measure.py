@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from quackish.bench import host
-from quackish.bench.cells import A_LAUNCH, AGAIN, NONE_IGNORED, Cell, data_of
-from quackish.bench.measure import ERRORS, Memory, Record, Run
-from quackish.bench.table import BENCHES
+from quackish.bench.cells import A_LAUNCH, AGAIN, Cell, data_of
+from quackish.bench.measure import Memory, Record, Run
+from quackish.bench.table import BENCHES, ERRORS
 from quackish.device import compile as compiling
 from quackish.gpu import Roofs
 from quackish.ops.attention import measure as measure_attention
 from quackish.ops.attention import providers as attentions
-from quackish.ops.linear_cross_entropy.measure import CONFIDENCE, Data, Truth, dlogits_of
+from quackish.ops.linear_cross_entropy.measure import CONFIDENCE, NONE_IGNORED, Data, Truth, dlogits_of
 from quackish.ops.linear_cross_entropy.tools import IGNORED
 from quackish.ops.mlp import providers as mlps
 from quackish.ops.rms_norm import measure as measure_rms_norm

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quackish.bench.cells import AGAIN, MINIMUM, OURS, Cell, options_of
+from quackish.bench.cells import AGAIN, OURS, Cell, options_of
 from quackish.bench.definition import Bench
 from quackish.bench.measure import Record, Run, first_calls, time_columns, truth_of, warm_up_cublas
 from quackish.device.work import Work, estimate
@@ -25,6 +25,7 @@ from quackish.ops.shared.for_tools import Args, in_fp64
 from quackish.testing import inputs
 from quackish.testing.timing import Times, take_turns
 
+MINIMUM = "minimum"  # the computed roof
 ROOFS = {"forward": MINIMUM, "forward+backward": MINIMUM}
 LEAVES = ("query", "key", "value", "attn_bias")
 ERRORS = ("err_y", "err_dq", "err_dk", "err_dv", "err_dbias")
@@ -124,6 +125,7 @@ BENCHES = (
     Bench(
         ATTENTION,
         roofs=ROOFS,
+        errors=ERRORS,
         providers=tuple(providers.PROVIDERS),
         load=providers.load,
         measure=measure,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quackish import linear_cross_entropy
-from quackish.bench.cells import AGAIN, GEMMS, NONE_IGNORED, OURS, THREE_GEMMS, Cell
+from quackish.bench.cells import AGAIN, OURS, Cell
 from quackish.bench.definition import Bench
 from quackish.bench.measure import Run, chunks, first_calls, measure_host, time_columns, truth_of, warm_up_cublas
 from quackish.ops.linear_cross_entropy import providers
@@ -24,6 +24,10 @@ from quackish.ops.linear_cross_entropy.providers import Loss
 from quackish.ops.linear_cross_entropy.tools import IGNORED, LINEAR_CROSS_ENTROPY
 from quackish.testing.timing import Times, bursts, take_turns
 
+NONE_IGNORED = f"{OURS} (none ignored)"  # the roof of a cell with ignored rows
+GEMMS, THREE_GEMMS = ("gemm-logits", "gemm-dx", "gemm-dw"), "three-gemms"
+BASELINES = {THREE_GEMMS: "3 GEMMs", "gemm-logits": "logits", "gemm-dx": "dX", "gemm-dw": "dW"}
+BASELINES |= {NONE_IGNORED: "none ignored"}
 ROOFS = {"forward": GEMMS[0], "forward+backward": THREE_GEMMS, "steady": THREE_GEMMS}
 BURST_S = 0.3
 CHUNK_ELEMENTS = 1 << 27
@@ -197,6 +201,12 @@ BENCHES = (
     Bench(
         LINEAR_CROSS_ENTROPY,
         roofs=ROOFS,
+        errors=("err_loss", "err_dx", "err_dweight"),
+        baselines={
+            THREE_GEMMS: "3 GEMMs",
+            **dict(zip(GEMMS, ("logits", "dX", "dW"), strict=True)),
+            NONE_IGNORED: "none ignored",
+        },
         providers=providers.PROVIDERS,
         load=providers.load,
         measure=measure,

@@ -10,15 +10,13 @@ from quackish.ops.linear_cross_entropy.calls import GradOutputs, Grads, GradsNee
 from quackish.ops.linear_cross_entropy.checks import Inputs, check_targets
 from quackish.ops.linear_cross_entropy.reference import (
     Rows,
-    accumulate_dtype,
     chunk_of_rows,
     linear_cross_entropy_forward,
     mean_divisor,
-    mm,
-    operand_dtype,
     rows_of,
 )
 from quackish.ops.linear_cross_entropy.schedules import grads_in_forward
+from quackish.ops.shared.matmul import accumulate_dtype, mm, operand_dtype
 
 
 def forward(inputs: Inputs, plan: Plan, needed: GradsNeeded, device: torch.device | None = None) -> tuple:

@@ -31,7 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quackish.ops.linear_cross_entropy.reference import accumulate_dtype, mm, operand_dtype
+from quackish.ops.shared.matmul import accumulate_dtype, mm, operand_dtype
 
 GATED = ("swiglu", "clamped_swiglu", "geglu")
 ACTIVATIONS = (*GATED, "silu", "relu2")

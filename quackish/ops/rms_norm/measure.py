@@ -106,6 +106,7 @@ BENCHES = (
         RMS_NORM,
         directions={"forward": "forward", "backward": "backward"},
         roofs=ROOFS,
+        errors=("err_y", "err_dx", "err_dweight"),
         unit="us",
         providers=tuple(providers.PROVIDERS),
         load=providers.load,

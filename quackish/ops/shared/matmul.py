@@ -1,0 +1,24 @@
+"""Matrix products of the portable paths, which round no more than kernels do."""
+
+import torch
+from torch import Tensor
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of everything except GEMM operands: fp64 for fp64, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def operand_dtype(dtype: torch.dtype, device_type: str) -> torch.dtype:
+    """The dtype of GEMM operands: only CUDA's GEMMs return fp32 results of 16-bit operands."""
+    return dtype if device_type == "cuda" and torch.version.hip is None else accumulate_dtype(dtype)
+
+
+def mm(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """out = a @ b, rounded only to out's dtype."""
+    if a.dtype == out.dtype:
+        torch.mm(a, b, out=out)
+    elif a.device.type == "cpu":  # torch.mm has no out_dtype there
+        torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
+    else:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
