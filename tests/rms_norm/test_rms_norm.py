@@ -5,11 +5,13 @@ Tests with the fixture `norm_anywhere` also run on a GPU; test_rms_norm_gpu.py h
 
 import copy
 import itertools
+import pickle
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from quackish import LinearCrossEntropyLoss
 from quackish.ops.rms_norm.api import RMSNorm, rms_norm, rms_norm_backward, rms_norm_forward
 from quackish.testing import assert_close_to_fp64
 from quackish.testing.errors import error, same_bits
@@ -334,3 +336,8 @@ def test_a_weight_per_head_in_the_emulator(m, heads, n, setting):
     with emulated(setting, sm_count=16):  # all heads' CTAs are resident
         inputs = map(leaf, (x, w, b, r))
         assert_close_to_fp64(lambda x, w, b, r: rms_norm(x, w, b, residual=r, eps=1e-6), true_norm, *inputs)
+
+
+def test_modules_in_pickles_of_older_versions():
+    assert pickle.loads(b"cquackish.ops.rms_norm\nRMSNorm\n.") is RMSNorm
+    assert pickle.loads(b"cquackish.ops.linear_cross_entropy.api\nLinearCrossEntropyLoss\n.") is LinearCrossEntropyLoss

@@ -9,3 +9,14 @@ plans.py      what depends on shapes and options only, computed once per kind of
 sharding.py   how the operators shard DTensors
 tools.py      what bench, explain, precompile, tune and doctor know of it; measure.py, providers.py: for bench
 """
+
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    """Pickles of older versions have RMSNorm here."""
+    if name != "RMSNorm":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from quackish.ops.rms_norm.api import RMSNorm
+
+    return RMSNorm
