@@ -179,7 +179,7 @@ def few_rows_counted(monkeypatch):
 
 @pytest.fixture
 def limits(monkeypatch):
-    """Sets constants of configs/linear_cross_entropy.py: `limits(SHARED_FROM=0)`."""
+    """Sets constants of quackish/ops/linear_cross_entropy/layout.py: `limits(SHARED_FROM=0)`."""
     from quackish.ops.linear_cross_entropy import layout as configs
 
     caches = configs.choose_layout, configs.first_classes

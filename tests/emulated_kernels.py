@@ -107,7 +107,7 @@ def dtype_of(name):
 
 
 def with_row_state(a, start=0):
-    """As in kernels/common/row_kernel.py, with addresses."""
+    """As in quackish/ops/linear_cross_entropy/kernels/row_kernel.py, with addresses."""
     pairs = zip(row_state.DESCRIPTIONS, row_state.parts_at(a.state, a.m), strict=True)
     return a._replace(state=RowStateParts(*(address + 4 * start * part.by_slot for part, address in pairs)))
 

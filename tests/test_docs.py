@@ -1,8 +1,11 @@
-"""README and docs: Python blocks run on a CPU, links and names exist, and the worked example works."""
+"""README and docs: Python blocks run on a CPU, links and names exist, and the worked example is an operation."""
 
 import html
 import importlib.util
+import os
 import re
+import shutil
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -11,18 +14,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from quackish.device import launch
-from quackish.errors import UnsupportedError
-from quackish.gpu import B200, H200
-
 ROOT = Path(__file__).parents[1]
 DOCS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", *DOCS)
+WORKED_EXAMPLE = "docs/adding_an_operation.md"
 MOST_WORDS = {"all": 1080, "prose": 640}  # of the README; prose is all but code and tables
 
 # A fenced Python block, and the HTML comment before it if there is one: "gpu" (not run here), or "from: FILE".
 BLOCK = re.compile(r"(?:^<!-- (?P<mark>[^\n]*?) -->\n)?^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
-needs_compiler = pytest.mark.skipif(sys.platform != "linux", reason="the compiler is for Linux")
 
 
 def text_of(page: str) -> str:
@@ -65,24 +64,27 @@ def names() -> dict:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if "```python" in text_of(page)])
+@pytest.mark.parametrize("page", [page for page in PAGES if "```python" in text_of(page) and page != WORKED_EXAMPLE])
 def test_python_blocks_run(page, tmp_path, monkeypatch):
     """All blocks of a page in order, in one namespace and an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("quackish.device.kernel_device._uses_kernels", True)  # restored after the test
-    if page == "docs/adding_a_kernel.md" and sys.platform != "linux":
-        pytest.skip("the compiler is for Linux")
     space: dict = {}
     for mark, code, line in blocks(page):
         if mark == "gpu":
             continue
         if mark is not None and mark.startswith("from: "):
-            file = ROOT / "docs" / mark.removeprefix("from: ")
-            assert code.strip() in file.read_text(encoding="utf-8"), f"{page}:{line}: not as in {file}"
-            space.update(vars(example(file.stem)))
+            space.update(vars(example(excerpted(page, mark, code, line).stem)))
             continue
         # pad with empty lines, so that tracebacks have the page's line numbers
         exec(compile("\n" * (line - 1) + code, str(ROOT / page), "exec"), space)
+
+
+def excerpted(page: str, mark: str, code: str, line: int) -> Path:
+    """The file of an excerpt, which has the same lines."""
+    file = ROOT / "docs" / mark.removeprefix("from: ")
+    assert code.strip("\n") in file.read_text(encoding="utf-8"), f"{page}:{line}: not as in {file}"
+    return file
 
 
 def test_few_blocks_need_a_gpu():
@@ -195,44 +197,78 @@ def test_drawings_of_calls_are_up_to_date():
 # The worked example -------------------------------------------------------------------------------------------------
 
 
-@needs_compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_softmax_reference(dtype):
-    softmax = example("softmax")
-    x = (10 * torch.randn(5, 300, generator=torch.Generator().manual_seed(0))).to(dtype)
-    x[0, :3] = -torch.inf
-    x[1] += 1000.0
-    got, truth = softmax.softmax(x), torch.softmax(x.double(), -1)
-    assert got.dtype == dtype
-    # rounding to dtype, and a few roundings in fp32 before it; PyTorch's own error differs from CPU to CPU
-    bound = torch.finfo(dtype).eps / 2 + 4 * torch.finfo(torch.float32).eps
-    assert (got.double() - truth).abs().max() <= bound
-    assert softmax.softmax(x[:0]).shape == (0, 300)
+@pytest.fixture(scope="module")
+def with_softmax(tmp_path_factory):
+    """A copy of the package and its tests with one more operation: its folder, its tests, its name in OPERATIONS."""
+    if sys.platform != "linux":
+        pytest.skip("the compiler is for Linux")
+    copy, examples = tmp_path_factory.mktemp("with_softmax"), ROOT / "docs/examples"
+    for folder in ("quackish", "tests"):
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", copy)
+    shutil.copytree(examples / "softmax", copy / "quackish/ops/softmax", ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / "tests/softmax").mkdir()
+    (copy / "tests/softmax/__init__.py").touch()
+    shutil.copy(examples / "test_softmax.py", copy / "tests/softmax")
+    operations = copy / "quackish/ops/__init__.py"
+    before = operations.read_text(encoding="utf-8")
+    after = re.sub(r"^(OPERATIONS = \(.*)\)", r'\1, "softmax")', before, count=1, flags=re.MULTILINE)
+    changed = [new for old, new in zip(before.splitlines(), after.splitlines(), strict=True) if old != new]
+    assert len(changed) == 1
+    assert changed[0].partition("  #")[0] in text_of(WORKED_EXAMPLE)
+    operations.write_text(after, encoding="utf-8")
+    (ROOT / "out").mkdir(exist_ok=True)
+    (copy / "out").symlink_to(ROOT / "out")  # has the tests' compiled kernels
+    return copy
 
 
-@needs_compiler
-@pytest.mark.parametrize("n, dtype, gpu", [(2048, "bfloat16", H200), (1001, "float32", B200)])
-def test_softmax_compiles(n, dtype, gpu):
-    softmax = example("softmax")
-    problem = softmax.SoftmaxProblem(n, dtype)
-    used = launch.resources(softmax.SoftmaxFwd, problem, softmax.softmax_config(problem, gpu), gpu.target)
-    assert used.stack_bytes == used.local_loads == used.local_stores == 0, used
+def run_in(copy: Path, *arguments: str) -> str:
+    """The output of a Python process that imports the copy."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    environment["PYTHONPATH"] = str(copy)
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=copy, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
-@needs_compiler
-def test_softmax_refuses_long_rows():
-    softmax = example("softmax")
-    with pytest.raises(UnsupportedError, match="2049 elements; at most 2048"):
-        softmax.softmax_config(softmax.SoftmaxProblem(2049, "float32"), H200)
+def test_the_examples_tests_pass(with_softmax):
+    """Its own, and those that walk over all operations."""
+    walk = "tests/test_operations.py", "tests/device/test_work.py", "tests/test_layers.py"
+    run_in(
+        with_softmax, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "softmax or rules", "tests/softmax", *walk
+    )
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("m, n", [(1, 1), (7, 8), (130, 1000), (5, 1001), (64, 2048)])
-def test_softmax_on_a_gpu(m, n, dtype):
-    softmax = example("softmax")
-    x = (10 * torch.randn(m, n, device="cuda")).to(dtype)
-    got, truth = softmax.softmax(x), torch.softmax(x.double(), -1)
-    error = (got.double() - truth).abs().max()
-    assert error <= 2 * (torch.softmax(x, -1).double() - truth).abs().max() + 1e-7
-    assert torch.equal(got[m // 2], softmax.softmax(x[m // 2 :])[0])  # a row's bits do not depend on M
+# Runs blocks and commands of the page, then looks at the lists of the other commands.
+_RUN_PAGE = """
+import sys
+from quackish.__main__ import main
+from quackish.bench.table import BENCHES
+from quackish.cli import check, precompile
+
+exec(compile(open("blocks.py").read(), "adding_an_operation.md", "exec"), {})
+for command in open("commands"):
+    assert main(command.split()[1:]) == 0, command
+assert "softmax" in BENCHES
+assert [name for name in check.SELF_TESTS if name.startswith("softmax")] == ["softmax", "softmax, rows not aligned"]
+assert len(precompile.requests_of("softmax", "64x1000", "h200")) == 2
+"""
+
+
+def test_the_examples_page_runs(with_softmax):
+    """Its blocks, which emulate both directions for Hopper and Blackwell, and its commands that compile little."""
+    lines: list[str] = []
+    for mark, code, line in blocks(WORKED_EXAMPLE):
+        if mark is None:
+            lines += [""] * (line - 1 - len(lines)) + code.splitlines()  # the page's line numbers
+        else:
+            excerpted(WORKED_EXAMPLE, mark, code, line)
+    commands = re.findall(r"^quackish (?:explain|emulate) .*$", text_of(WORKED_EXAMPLE), re.MULTILINE)
+    assert len(commands) == 2
+    (with_softmax / "blocks.py").write_text("\n".join(lines), encoding="utf-8")
+    (with_softmax / "commands").write_text("\n".join(commands), encoding="utf-8")
+    output = run_in(with_softmax, "-c", _RUN_PAGE)
+    assert "[1] softmax_fwd, class SoftmaxFwd: n=1000 dtype=bf16" in output
+    assert "[2] softmax_bwd, class SoftmaxBwd: n=1000 dtype=bf16" in output

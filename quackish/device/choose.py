@@ -22,7 +22,7 @@ class Choice(NamedTuple):
     reason: str  # a sentence
 
 
-# Incremented whenever `choose` may return something else, and when calls get another device (ops/device.py). Every
+# Incremented whenever `choose` may return something else, and when calls get another device (kernel_device.py). Every
 # cache that depends on a choice or on a device has it in its key, read before both, so that no call uses outdated ones.
 epoch = 0
 _forced: tuple[dict[str, Any], ...] = ()  # one per block, outermost first: name -> config, or fields to replace

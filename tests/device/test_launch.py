@@ -91,7 +91,7 @@ def test_threads():
 def test_fork():
     code = """
 import os
-from tests.test_launch import check, host_toy
+from tests.device.test_launch import check, host_toy
 check(host_toy(2), 2)
 child = os.fork()
 if child == 0:  # loaded kernels and the compiler work here

@@ -113,7 +113,7 @@ def test_first_steps_of_threads(monkeypatch):
 FIRST_STEPS = """
 import os
 import torch
-from tests.test_threads import race, step
+from tests.device.test_threads import race, step
 torch.cuda.init()
 results = race(lambda: step("cuda"))
 assert all(torch.equal(result, step("cuda")) for result in results), results

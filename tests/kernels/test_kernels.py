@@ -18,7 +18,7 @@ from quackish.ops.rms_norm.problems import (
 from tests.variants import all_pairs, check_compiles, on_gpus, one_per_kernel
 
 BF16, FP32 = "bfloat16", "float32"
-# Both sides of the thresholds in configs/rms_norm.py, and awkward sizes.
+# Both sides of the thresholds in quackish/ops/rms_norm/problems.py, and awkward sizes.
 SIZES = (8, 136, 264, 640, 1000, 1032, 2560, 3080, 5120, 5128, 8192, 8200, 16_384, 16_392)
 LARGE = (20_000, 65_536, 131_072, MAX_N)
 

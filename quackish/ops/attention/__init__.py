@@ -1,7 +1,11 @@
-"""Attention with a learned bias and a mask for torch.
+"""Attention with a learned bias and a mask.
 
 api.py           scaled_dot_product_attention
 checks.py        checks of the arguments; flattens batch dimensions
-autograd.py      custom operators and their gradients, written in the steps of `reference/attention.py`
-kernel_steps.py  the same steps with kernels
+reference.py     the steps in PyTorch: the specification, and the portable path
+problems.py      what the kernels compute, how they are configured, and their descriptions
+kernels/         device code
+kernel_steps.py  the steps with kernels
+operators.py     the operators and their gradients, written in steps
+tools.py         what bench, explain, precompile, tune and doctor know of it; measure.py, providers.py: for bench
 """

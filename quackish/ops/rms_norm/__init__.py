@@ -6,6 +6,7 @@ reference.py  the same math in PyTorch: the specification, and the portable path
 problems.py   what the kernels compute, how they are configured, and their descriptions
 kernels/      device code
 plans.py      what depends on shapes and options only, computed once per kind of call; the launches
+operators.py  the gradient in eager mode, and the operators for every other mode
 sharding.py   how the operators shard DTensors
 tools.py      what bench, explain, precompile, tune and doctor know of it; measure.py, providers.py: for bench
 """

@@ -1,0 +1,27 @@
+"""Softmax for the tools."""
+
+from quackish.ops.shared.for_tools import Args, Maker, Operation, Options, SelfTest
+from quackish.ops.softmax.api import softmax
+from quackish.ops.softmax.problems import FORWARD_SPEC
+
+
+def _make(new: Maker, shape: tuple[int, ...], options: Options) -> Args:
+    return {"x": new.rows(*shape, seed=0)}
+
+
+SOFTMAX = Operation(
+    name="softmax",
+    title="Softmax",
+    function=softmax,
+    results=("y",),
+    leaves=("x",),
+    spec=FORWARD_SPEC,
+    dims=("M", "N"),
+    example="8192x1024",
+    small=(64, 1000),
+    model_shapes=lambda model, tokens: {},  # `bench --model` has no shape for it
+    make=_make,
+    options={},
+    self_tests={"": SelfTest((257, 1024)), "rows not aligned": SelfTest((37, 1001))},
+)
+FUNCTIONS = (SOFTMAX,)
