@@ -27,8 +27,6 @@ EXCEPTIONS = {
     "kernels/gemm/sm100.py": {"quackish.ops.linear_cross_entropy"},
     "kernels/gemm/sm90.py": {"quackish.ops.linear_cross_entropy"},
     "ops/mlp/kernels/epilogue_grouped_sm100.py": {"quackish.ops.linear_cross_entropy"},
-    # mm, operand_dtype and accumulate_dtype; they belong into ops/shared
-    "ops/mlp/reference.py": {"quackish.ops.linear_cross_entropy"},
     # prints a table
     "profiling.py": {"quackish.cli"},
 }

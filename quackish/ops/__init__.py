@@ -1,6 +1,6 @@
 """The operations, one folder each. Importing this module imports neither torch nor an operation."""
 
-import importlib
+import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,9 +10,11 @@ OPERATIONS = ("rms_norm", "linear_cross_entropy", "mlp", "attention")  # adding 
 
 
 def parts(name: str) -> Iterator[Any]:
-    """The modules `quackish.ops.OPERATION.name`, in the order of OPERATIONS."""
+    """The modules `quackish.ops.OPERATION.name`, in the order of OPERATIONS. An operation may lack some."""
     for operation in OPERATIONS:
-        yield importlib.import_module(f"quackish.ops.{operation}.{name}")
+        module = f"quackish.ops.{operation}.{name}"
+        if importlib.util.find_spec(module):
+            yield importlib.import_module(module)
 
 
 def specs() -> dict[str, KernelSpec]:

@@ -19,7 +19,6 @@ SOFTMAX = Operation(
     dims=("M", "N"),
     example="8192x1024",
     small=(64, 1000),
-    model_shapes=lambda model, tokens: {},  # `bench --model` has no shape for it
     make=_make,
     options={},
     self_tests={"": SelfTest((257, 1024)), "rows not aligned": SelfTest((37, 1001))},

@@ -60,7 +60,6 @@ ATTENTION = Operation(
     dims=("B", "H", "L", "D"),
     example="4x16x2048x64",
     small=(2, 2, 130, 64),
-    model_shapes=lambda model, tokens: {},
     make=_make,
     options={
         "attn_bias": value(

@@ -82,9 +82,9 @@ class Operation:
     dims: tuple[str, ...]  # the names of the sizes, such as ("M", "N"); rows (tokens) come first
     example: str  # a shape
     small: tuple[int, ...]  # maximum sizes without a GPU; sizes of a self-test
-    model_shapes: Callable[[Model, int], Shapes]  # (model, tokens)
     make: Callable[[Maker, tuple[int, ...], Options], Args]  # the arguments besides those that options set
     options: dict[str, Option]
+    model_shapes: Callable[[Model, int], Shapes] = lambda model, tokens: {}  # shapes in public models
     passes: tuple[str, ...] = ()  # "forward" and "backward" if users can call them alone, as rms_norm_forward
     has_dry_run: bool = True  # explain, precompile and tune take it
     # (operation, arguments, gpu, passes) -> DryRun; None: `dry_run.launches`, for an operation that allocates by its
