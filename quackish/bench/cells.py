@@ -1,4 +1,7 @@
-"""Cells, the unit of measurement: an operation, shape, dtype and direction. Names of providers and roofs."""
+"""Cells, the unit of measurement: an operation, shape, dtype and direction. Names of providers and roofs.
+
+The roof of a cell is the time of PyTorch's kernels for the same memory traffic or matmuls, measured in the same turns.
+"""
 
 import dataclasses
 import fnmatch
