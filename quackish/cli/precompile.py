@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(
     args: argparse.Namespace, find: Callable = toolchain.find, compile_all: Callable = compile_jobs.compile_all
 ) -> int:
+    """Returns 0; 1 if a kernel failed, was not stored or does not exist; 130 after Ctrl-C."""
     _check_compiler_and_cache(find)
     requests, portable = _requests(args)
     for reason in portable:
@@ -151,6 +152,7 @@ def _requests_of(dry: DryRun, gpu: Gpu) -> Iterator[launch.Request]:
 
 
 def _gpus(text: str) -> list[str]:
+    """An argparse type: comma-separated names of GPUs."""
     known = one_of({name: name for name in (*_GPUS, "this")})
     return [known(name.strip()) for name in text.split(",")]
 
