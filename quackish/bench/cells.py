@@ -13,7 +13,7 @@ from quackish.errors import did_you_mean
 OURS = "quackish"
 A_LAUNCH = f"{OURS} (a launch)"  # host time of the slowest launch in a call
 AGAIN = f"{OURS} (again)"  # quackish measured a second time in the same turns, to show the noise
-TRUTH = "truth"  # in fp64
+TRUTH = "truth"  # the step that computes results in fp64
 
 
 def is_ours(name: str) -> bool:

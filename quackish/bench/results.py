@@ -36,7 +36,7 @@ def cell_of(row: Row) -> Cell:
 
 
 def scale_of(cell: Cell) -> tuple[float, str]:
-    """(factor from milliseconds to the unit of reports, the unit)."""
+    """Returns (factor from milliseconds to the unit of reports, the unit)."""
     unit = "us" if cell.direction == "host" else BENCHES[cell.op].unit
     return {"us": 1e3, "ms": 1.0}[unit], unit
 

@@ -254,7 +254,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """(2, 11, 0) from "2.11.0a0+git"."""
+    """The numbers of a version: (2, 11, 0) from "2.11.0a0+git"."""
     return tuple(map(int, re.match(r"\d+(\.\d+)*", version)[0].split(".")))
 
 
@@ -353,7 +353,7 @@ def operations(
 
 
 def _check_results(case: Case, args: Args, first: Tensors, second: Tensors, path: str) -> tuple[str, str]:
-    """(a summary of the results of two runs, what is wrong or "")."""
+    """Returns (a summary of the results of two runs, what is wrong). "" means nothing is wrong."""
     truth = case.call(in_fp64(args), "reference")
     errors = {name: error(first[name].cpu().double(), truth[name]).norm for name in first}
     wrong = []

@@ -117,7 +117,7 @@ def _requests(args: argparse.Namespace) -> tuple[list[launch.Request], list[str]
 
 
 def _lines(file: Path) -> Iterator[tuple[str, dict]]:
-    """(file and line number, arguments) of each line."""
+    """Yields (file and line number, arguments) for each line."""
     parser = Parser(add_help=False)
     call_arguments.add_arguments(parser)
     try:

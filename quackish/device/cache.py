@@ -122,7 +122,7 @@ def _head(body: bytes) -> bytes:
 
 
 def unpack(data: bytes) -> tuple[dict[str, str], bytes]:
-    """(identity, payload). Raises ValueError unless `data` is exactly what `store` writes for some identity."""
+    """Returns (identity, payload). Raises ValueError unless `data` is exactly what `store` writes."""
     body = data[len(_head(b"")) :]
     if data != _head(body) + body:
         raise ValueError("damaged")

@@ -54,9 +54,8 @@ class KernelSpec:
     samples: Sequence[Any]  # problems that tests compile
     more_sizes: Callable[[Any], Mapping[str, int]] = lambda args: {}  # other numbers that the work depends on
     results: tuple[str, ...] = ()  # arguments that `tune` compares; with `tuning`
-    cublas: str = (
-        ""  # of a matrix product: "module:function" (problem, sizes, device) -> its operands, for torch.matmul
-    )
+    # For a matrix product: "module:function" (problem, sizes, device) -> its operands, for torch.matmul.
+    cublas: str = ""
     public_name: Callable[[Any], str] | None = None  # problem -> its name in `quackish.config`; None: one name for all
     public_names: tuple[str, ...] = ()  # all of them, if they can be forced; default: from `name`
 

@@ -29,12 +29,12 @@ class _Workspace(NamedTuple):
 
 _workspaces: dict[tuple[int, int], _Workspace] = {}  # (device index, stream) -> workspace
 _reserves: dict[int, Iterator[int]] = {}  # device index -> addresses of unused tickets
-_reserve_memory: list[Tensor] = []  # of all reserves, never freed: graphs hold these addresses
+_reserve_memory: list[Tensor] = []  # the reserves, never freed: graphs hold their addresses
 _lock = threading.Lock()
 
 
 def take(device_index: int, stream: int, scratch_floats: int) -> tuple[int, int, object]:
-    """(address of the tickets, address of scratch_floats fp32, an object to keep until the launch).
+    """Returns (address of tickets, address of scratch_floats fp32, an object to keep until the launch).
 
     `stream` is the current stream of the current device.
     """

@@ -19,7 +19,7 @@ GRANULE = 16  # bytes; a shadow becomes finer when a smaller access comes
 # The rows of `Clock.seen`. Each has the latest epoch of a component for which it holds that:
 ORDERED = 0  # it precedes
 SHARED, GLOBAL = 1, 2  # it precedes, and a fence for the async proxy's accesses of this memory is in between
-INITIALIZED = 3  # its mbarrier.init precede
+INITIALIZED = 3  # each mbarrier.init in it precedes
 _ROWS = 4
 
 
@@ -132,7 +132,7 @@ class Threads(NamedTuple):
 
     warps: np.ndarray  # the warps, in order
     which: np.ndarray  # the index of each thread's warp in `warps`
-    warp: np.ndarray  # of each thread
+    warp: np.ndarray  # the warp of each thread
     lane: np.ndarray
 
 

@@ -10,7 +10,7 @@ class Gpu:
     """What the emulator knows about a GPU. Any object with these attributes will do."""
 
     name: str
-    target: str  # of the compiler, such as "sm_90a"
+    target: str  # the compiler's target, such as "sm_90a"
     sm_count: int
     smem_bytes: int = 232_448  # shared memory that one CTA can use
     smem_bytes_per_sm: int = 233_472

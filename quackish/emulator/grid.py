@@ -26,7 +26,7 @@ BLOCKS_PER_TURN = 64  # blocks that a CTA runs before another CTA's turn
 SPLIT_CHANCE = 0.25  # chance that only some of the warps at an instruction run
 SLOW_CHANCE = 0.5  # chance that half of a launch's CTAs, and half of its warps, are slow
 ROUNDS_OF_THE_QUICK = 100  # rounds until slow CTAs and warps get a turn even if others can go on
-MAX_ROUNDS_WITHOUT_COPY = 1000  # threads that change memory while they poll must not starve a copy
+MAX_ROUNDS_WITHOUT_COPY = 1000  # threads that change memory while they poll must not starve a copy for longer
 
 
 class Cluster:
@@ -36,7 +36,7 @@ class Cluster:
         self.grid = grid
         self.size = math.prod(grid.cluster_dimensions)
         self.barrier = ClusterBarrier(self)
-        self.meetings: dict[tuple, Any] = {}  # of warps of a CTA pair: see isa.tensor_allocation
+        self.meetings: dict[tuple, Any] = {}  # warps that wait for their peer CTA: see isa.tensor_allocation
         self.clocks = Clocks(self.size * -(-grid.num_threads // WARP), grid.num_clusters)
         grid.num_clusters += 1
         x, y, _ = grid.cluster_dimensions
@@ -242,7 +242,7 @@ class Grid:
         return True
 
     def _runnable(self, cta: Cta) -> list[tuple[int, int]]:
-        """(block, threads) that can run now. Of a warp that has diverged, the part that is furthest behind runs.
+        """Returns (block, threads) that can run now: of a diverged warp, the part that is furthest behind.
 
         "furthest behind" is the block that comes first in the PTX, which lets the parts of a warp come together again.
         """

@@ -43,7 +43,7 @@ class Launch(NamedTuple):
     shared_bytes: int  # dynamic shared memory
     cooperative: bool  # all CTAs are resident together, or the launch fails
     programmatic: bool  # may start before the launch in front of it ends: programmatic dependent launch
-    parameter_addresses: int  # of an array with the address of each parameter
+    parameter_addresses: int  # the address of an array with the address of each parameter
 
     def parameters(self, layout: Iterable[tuple[int, int]]) -> bytes:
         """Copies the parameters into the bytes of the parameter space. layout: (offset, size) of each."""

@@ -77,11 +77,11 @@ class GlobalMemory:
         return f", at byte {address - base} of the nearest one, which has {end - base} bytes"
 
     def _tensor(self, region: int) -> tuple[int, int]:
-        """(address, bytes) of a region."""
+        """Returns (address, bytes) of a region."""
         return self._bases[region], self._ends[region] - self._bases[region]
 
     def tensor_at(self, addresses: np.ndarray, size: int) -> tuple[int, int]:
-        """(address, bytes) of the region that has `size` bytes after each address."""
+        """Returns (address, bytes) of the region that has `size` bytes after each address."""
         return self._tensor(self._index(int(addresses.min()), int(addresses.max()) + size))
 
     def _view(self, region: int, width: int) -> np.ndarray:
@@ -241,7 +241,7 @@ class HostRegions:
         self._storages: dict[int, Any] = {}  # the storage's struct -> weak reference
 
     def __call__(self, generation: int | None) -> list[tuple[int, int]]:
-        """(address, bytes) of all that is known and alive, and of tensors in a generation of the garbage collector.
+        """Returns (address, bytes) of all known regions; finds more in a generation of the garbage collector.
 
         Looking at all objects takes 0.2 s, and nearly all of them are in the oldest generation, 2, where few new
         tensors are.

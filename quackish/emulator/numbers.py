@@ -16,7 +16,7 @@ Array = Any  # a numpy array or scalar
 
 # GPUs return these for every NaN that arithmetic makes, and drop payloads.
 NAN_F32 = np.uint32(0x7FFFFFFF).view(np.float32)
-NAN_16 = np.uint16(0x7FFF)  # of bf16 and of fp16
+NAN_16 = np.uint16(0x7FFF)  # the NaN of bf16 and of fp16
 
 _TINY = np.float32(2.0**-126)  # the smallest normal number of fp32
 _LOW_29, _HALF_29 = np.uint64(0x1FFFFFFF), np.uint64(0x10000000)  # the bits of fp64 that fp32 lacks, and half of them

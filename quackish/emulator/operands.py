@@ -81,9 +81,7 @@ class Operands:
             self.rows[name] = self.register_counts.get(width, 0)
             self.register_counts[width] = self.rows[name] + 1
         self.symbols, self.static_shared_bytes = _layout(entry)
-        self.loaded_late: set[str] = (
-            set()
-        )  # registers that late loads write, or that are moved from these; set by `decode`
+        self.loaded_late: set[str] = set()  # registers that late loads write, or moves of these; set by `decode`
 
     def _registers_in_use(self) -> dict[str, None]:
         """The names of registers in instructions, in the order of their rows."""
@@ -214,7 +212,7 @@ class Operands:
         return lambda lanes: read(lanes) + offset
 
     def _row(self, type_: str, register: Register) -> tuple[int, int]:
-        """(view, row) of a register seen as a type of its width."""
+        """Returns (view, row) of a register seen as a type of its width."""
         return VIEW_OF_TYPE["pred" if type_ == "pred" else _view(type_)], self.rows[register.name]
 
     # Writers

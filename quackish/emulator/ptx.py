@@ -68,7 +68,7 @@ class Instruction(NamedTuple):
     negated: bool  # it runs where the predicate is false
     opcode: str  # with all modifiers
     operands: tuple[Any, ...]  # Operand; which kind follows from the opcode
-    line: int  # of the PTX text, from 1
+    line: int  # its line in the PTX, from 1
     source: str  # "file:line" of the code it was compiled from, or ""
     text: str
 
@@ -84,7 +84,7 @@ class SharedSymbol(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A kernel."""
+    """A kernel: an `.entry` of the PTX."""
 
     name: str
     parameters: dict[str, Parameter]

@@ -93,7 +93,7 @@ class AsyncRaces:
         raise NotImplementedError
 
     def _raise(self, granule: int, verb: str, by: str, event: int, other: str) -> None:
-        """verb: "reads" or "writes". other: what the earlier event does, "read" or "write"."""
+        """Raises the Fault. verb: "reads" or "writes"; other: what the earlier event does, read or write."""
         events = self.races.events
         if events.is_async[event]:
             why = f"and nothing has waited for the end of asynchronous work that {other}s it"
@@ -287,7 +287,7 @@ class Races:
         lanes.cta.cluster.clocks.in_warp[threads.warp + self.first_warp(lanes.cta), threads.lane] = self.events.count
 
     def now(self, lanes: Any) -> tuple[int, int]:
-        """(warp, epoch) of what the first of the threads does now."""
+        """Returns (warp, epoch) of what the first of the threads does now."""
         warp = int(self.warps(lanes)[0])
         return warp, int(lanes.cta.cluster.clocks.seen[ORDERED, warp, warp])
 
@@ -384,7 +384,7 @@ class Races:
         cta.shared.races.read_later(granules, list(range(first, first + 4)), component, epoch)
 
     def product_of(self, cta: Any, thread: int) -> tuple[list[int], int, int]:
-        """(the warp, component, epoch) of a tcgen05.mma that a thread issues."""
+        """Returns ([warp], component, epoch) of a tcgen05.mma that a thread issues."""
         component, epoch = self.group(cta, ("tcgen05.mma", thread))
         cta.cluster.clocks.products.add(component)
         return [self.first_warp(cta) + thread // WARP], component, epoch
@@ -398,7 +398,7 @@ class Races:
         return joined(before, clocks.of_epoch((cta.rank, owner), epoch))
 
     def group(self, cta: Any, owner: Hashable) -> tuple[int, int]:
-        """(component, epoch) of the open group of an owner."""
+        """Returns (component, epoch) of the open group of an owner."""
         return cta.cluster.clocks.component((cta.rank, owner)), self.groups.get((cta, owner), 0) + 1
 
     def commit(self, cta: Any, owner: Hashable) -> None:

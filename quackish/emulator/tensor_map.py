@@ -53,7 +53,7 @@ class Window(NamedTuple):
 
     addresses: np.ndarray  # uint64, of each row in global memory; its shape is that of the outer dimensions
     row_bytes: int
-    part: tuple[slice, ...]  # of the box as an array of bytes of shape `TensorMap.byte_shape`
+    part: tuple[slice, ...]  # where they are in the box, as an array of shape `TensorMap.byte_shape`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class TensorMap:
     address: int
     element: str  # such as "bf16"
     sizes: tuple[int, ...]
-    strides: tuple[int, ...]  # in bytes, of dimensions 1 and above
+    strides: tuple[int, ...]  # bytes; dimension 0 has none
     box: tuple[int, ...]
     swizzle: Swizzle
 

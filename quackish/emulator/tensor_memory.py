@@ -11,7 +11,7 @@ from quackish.emulator.errors import Fault
 from quackish.emulator.threads import Cta, Parked
 
 LANES, COLUMNS = 128, 512
-POISON = 0xFFFFFFFF  # of a word that nobody has written: NaN as a float
+POISON = 0xFFFFFFFF  # a word that nobody has written: NaN as a float
 
 
 class TensorMemory:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from quackish.emulator.errors import Fault
 from quackish.emulator.ptx import Entry, Register, Vector
 
-WARPS = 4  # of a warp group
+WARPS = 4  # warps per warp group
 _ALL = -1  # every register
 
 
@@ -15,7 +15,7 @@ class Product(NamedTuple):
     """A `wgmma.mma_async` that is not known to be complete. Registers are bits of an integer."""
 
     accumulator: int
-    a: int  # of matrix A, if it is in registers
+    a: int  # the registers of matrix A, if it is in registers
     shape: str
     place: Callable[[], str]
 

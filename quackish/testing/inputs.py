@@ -32,7 +32,7 @@ def rows(
 
 
 def weights(n: int, dtype: torch.dtype = torch.float32, *, seed: int = 1, device: torch.device | str = "cpu") -> Tensor:
-    """(n,) around 1, like the weight of a trained norm."""
+    """Random weights (n,) around 1, like those of a trained norm."""
     return (1 + 0.1 * _normal((n,), seed, device)).to(dtype)
 
 
