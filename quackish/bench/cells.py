@@ -1,4 +1,4 @@
-"""Cells, the unit of measurement: an operation, shape, dtype and direction. Names of providers and roofs.
+"""Cells, which are what is measured: an operation, shape, dtype and direction. Names of providers.
 
 The roof of a cell is the time of PyTorch's kernels for the same memory traffic or matmuls, measured in the same turns.
 """

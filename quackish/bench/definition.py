@@ -1,4 +1,4 @@
-"""How an operation is measured: its directions, roofs and providers. Each quackish/ops/*/measure.py has its own."""
+"""How an operation is measured: directions, roofs and providers. See quackish/ops/*/measure.py."""
 
 import dataclasses
 import re

@@ -234,7 +234,7 @@ def forward_device(device: torch.device) -> KernelDevice | str | None:
 
 
 def check_same_device(op: str, forward: KernelDevice | str | None, device: torch.device) -> None:
-    """Raises RuntimeError unless forward and backward run in the same block of `substitute`, or both in none.
+    """Raises RuntimeError unless forward and backward run in the same block of `substitute`, or in none.
 
     Compiled code has no such check: torch.compile is refused in such blocks (`refuse_compile_in_substitutes`).
     """

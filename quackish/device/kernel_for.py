@@ -15,7 +15,7 @@ class CompiledKernel(NamedTuple):
 
 
 def request_for(problem: Any, gpu: Gpu) -> launch.Request:
-    """The request that `kernel_for` compiles or loads. Raises UnsupportedError if no kernel covers the problem."""
+    """The request that `kernel_for` compiles or loads. Raises UnsupportedError if no kernel covers it."""
     return launch.Request(problem.spec.kernel_class(gpu), problem, choose.choose(problem, gpu).config, gpu.target)
 
 

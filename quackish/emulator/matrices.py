@@ -145,7 +145,7 @@ def _indices(rows: int, width: int, descriptor: Descriptor, mn_major: bool) -> n
 
 
 def accumulator_to_registers(d: np.ndarray) -> np.ndarray:
-    """Converts (64, n) to (n / 2, 128): register i of each thread. (wgmma's figure of accumulator matrix D)
+    """Converts (64, n) to (n / 2, 128): register i of each thread. (wgmma's figure of matrix D)
 
     Register i has row 16 * warp + 8 * (i / 2 % 2) + group and column 8 * (i / 4) + 2 * (t % 4) + i % 2.
     """
@@ -161,7 +161,7 @@ def registers_to_accumulator(registers: np.ndarray) -> np.ndarray:
 
 
 def registers_to_a(registers: np.ndarray, element: str) -> np.ndarray:
-    """Converts (4, 128) uint32 registers to A as fp32, (64, 32 bytes). (wgmma's figures of A in registers)
+    """Converts (4, 128) uint32 registers to A as fp32, (64, 32 bytes). (wgmma: A in registers)
 
     Register i has row 16 * warp + 8 * (i % 2) + group and the 4 bytes of columns at 4 * (t % 4) + 16 * (i / 2).
     """

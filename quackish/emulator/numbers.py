@@ -258,9 +258,10 @@ _TO_INTEGRAL = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil
 
 
 def f32_to_integer(x: Array, rounding: str, dtype: Any) -> Array:
-    """Rounds to an integer type; values out of range saturate. `rounding` is "rni", "rzi", "rmi" or "rpi".
+    """Rounds to an integer type; values out of range saturate.
 
-    NaN gives "Zero if source is not .f64 and destination is not .s64, .u64", else "1 << (BitWidth(dst) - 1)".
+    `rounding` is "rni", "rzi", "rmi" or "rpi". NaN gives "Zero if source is not .f64 and destination is not .s64,
+    .u64", else "1 << (BitWidth(dst) - 1)".
     """
     info, value = np.iinfo(dtype), _TO_INTEGRAL[rounding](_f64(x))
     below, above = value <= info.min, value >= info.max

@@ -14,7 +14,7 @@ def rows(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """A random tensor, rounded to `dtype`: the same values in every run on one device type; none on "meta".
+    """A random tensor, rounded to `dtype`: the same in every run on one device type. "meta" has no values.
 
     "normal": mean 0 and standard deviation 1; "large_mean": mean 16; "outlier_channel": every 97th column is 100 times
     larger; "tiny": squares near eps.

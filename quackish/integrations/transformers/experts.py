@@ -80,7 +80,7 @@ def run(experts: nn.Module, form: Form, x: Tensor, index: Tensor, weights: Tenso
 
 
 def _sorted(t: Tensor) -> Tensor:
-    """Sorts [gate 0, up 0, gate 1, ...] into [gate 0, gate 1, ..., up 0, ...], by views that DTensors have."""
+    """Sorts [gate 0, up 0, gate 1, ...] into [gate 0, gate 1, ..., up 0, ...] by views that DTensors have."""
     return t.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
