@@ -1,4 +1,7 @@
-"""Cells, the unit of measurement: an operation, shape, dtype and direction. Names of providers and roofs."""
+"""Cells, which are what is measured: an operation, shape, dtype and direction. Names of providers.
+
+The roof of a cell is the time of PyTorch's kernels for the same memory traffic or matmuls, measured in the same turns.
+"""
 
 import dataclasses
 import fnmatch
@@ -10,7 +13,7 @@ from quackish.errors import did_you_mean
 OURS = "quackish"
 A_LAUNCH = f"{OURS} (a launch)"  # host time of the slowest launch in a call
 AGAIN = f"{OURS} (again)"  # quackish measured a second time in the same turns, to show the noise
-TRUTH = "truth"  # in fp64
+TRUTH = "truth"  # the step that computes results in fp64
 
 
 def is_ours(name: str) -> bool:

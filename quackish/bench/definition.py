@@ -1,4 +1,4 @@
-"""How an operation is measured: its directions, roofs and providers. quackish/ops/*/measure.py say it for each."""
+"""How an operation is measured: directions, roofs and providers. See quackish/ops/*/measure.py."""
 
 import dataclasses
 import re
@@ -12,12 +12,14 @@ from quackish.ops.shared.models import MODELS, Shapes
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
+    """How one operation is measured, and how reports show the results."""
+
     op: Operation
     roofs: dict[str, str]  # {direction of a cell: name of its roof}
     errors: tuple[str, ...]  # columns of a results file: "err_y" is the norm-wise error of y
     providers: tuple[str, ...]
     load: Callable[[str], Any]  # loads a provider by name
-    measure: Callable[..., None]  # (cell, providers, run)
+    measure: Callable[..., None]  # (cell, names of providers, run): reports results to the Run
     unit: str = "ms"  # the unit of times in reports, or "us"
     # {value of --direction: direction of a cell}. Backward alone has no meaningful time if forward may do its work.
     directions: dict[str, str] = dataclasses.field(
@@ -28,9 +30,9 @@ class Bench:
     on_cpu: tuple[str, ...] = ("torch",)  # the peers that run without a GPU by default
     variants: str = "(?!)"  # a regular expression that matches further names of providers
     options: tuple[str, ...] = ()  # the operation's options that `bench` takes, as data of a cell
-    # {name: title in reports} of what is measured beside providers, the roofs apart
+    # {name: title in reports} of what is measured beside providers and roofs
     baselines: dict[str, str] = dataclasses.field(default_factory=dict)
-    section_per_cell: bool = False  # with time against memory; else a table of all shapes
+    section_per_cell: bool = False  # reports have a section per cell, with time against memory; else one table
 
     @property
     def models(self) -> list[str]:

@@ -46,6 +46,7 @@ def environment(device: torch.device, commit: str | None = None) -> dict[str, st
 
 
 def driver_version() -> str:
+    """The driver's version; "" without nvidia-smi."""
     return _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
 
 
@@ -58,13 +59,14 @@ def version(distribution: str) -> str:
 
 
 def _commit() -> str:
-    """ "" unless the package is tracked by git: site-packages may lie inside another checkout."""
+    """The commit of this package; "" unless git tracks it: site-packages may lie inside another checkout."""
     if not _output("git", "-C", str(_PACKAGE), "ls-files", "__init__.py"):
         return ""
     return _output("git", "-C", str(_PACKAGE), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
 
 
 def _output(*command: str) -> str:
+    """What a command prints; "" if it fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):

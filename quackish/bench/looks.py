@@ -31,7 +31,7 @@ _OTHERS = ("#8c564b", "#e377c2", "#17becf", "#5c4bb5")  # colors of the user's o
 
 
 def _base(name: str) -> tuple[str, str]:
-    """The longest part of a name that LOOKS has, or "", and the remainder: a number of rows, or an option."""
+    """Splits a name into the longest part that LOOKS has, or "", and a number of rows or an option."""
     base = name.partition(" ")[0]
     while base not in LOOKS and "-" in base:
         base = base.rpartition("-")[0]
@@ -47,7 +47,7 @@ def title_of(name: str) -> str:
 
 
 def color_of(name: str) -> str:
-    """Variants, such as other chunk sizes, have the color of their base."""
+    """The color of a provider. Variants, such as other chunk sizes, have the color of their base."""
     base, _ = _base(name)
     return LOOKS[base][1] if base else _OTHERS[sum(map(ord, name)) % len(_OTHERS)]
 

@@ -52,6 +52,7 @@ class Memory:
         return torch.cuda.memory_allocated(self.device) - self.standing[library(provider)]
 
     def peak_above(self, start: int | None) -> float | None:
+        """The peak of allocated memory above `start`, in MB; None without a GPU."""
         return None if start is None else (torch.cuda.max_memory_allocated(self.device) - start) / 1e6
 
     def settle(self, provider: str, start: int | None) -> float | None:

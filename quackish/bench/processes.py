@@ -109,6 +109,7 @@ class Supervisor:
         return self._environment
 
     def close(self) -> None:
+        """Ends the child, if there is one. `start` starts a new one."""
         if self._process is not None:
             self._process.kill()
             self._process.join()

@@ -48,6 +48,7 @@ def report(path: Path, page: Page) -> None:
 
 
 def markdown(results: Results, page: Page) -> str:
+    """The page as text."""
     tried = {name for case in results.cells.values() for name in case}
     parts = [
         f"# {results.op.title} on {results.rows[-1]['gpu']}\n",
@@ -75,6 +76,7 @@ def _source_of(row: Row) -> str:
 
 
 def _some(cells: Sequence[Cell]) -> str:
+    """The first eight cells, and how many more there are."""
     shown = ", ".join(map(str, cells[:8]))
     return shown if len(cells) <= 8 else f"{shown} and {len(cells) - 8} more"
 
@@ -138,7 +140,7 @@ def _summary(results: Results, cells: Sequence[Cell]) -> str:
     return markdown_table(list(table), zip(*table.values(), strict=True))
 
 
-_SYMBOLS = {"dx": "dX", "dweight": "dW", "dw2": "dW2"}  # of gradients
+_SYMBOLS = {"dx": "dX", "dweight": "dW", "dw2": "dW2"}  # symbols of gradients
 _DETAILS = {  # columns of a results file
     "% of roof": ("pct_of_roof", ".4g"),
     "peak MB": ("peak_mb", ".5g"),

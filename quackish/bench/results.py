@@ -25,7 +25,7 @@ COLUMNS = (  # explained in benchmarks/README.md
 
 
 def row_of(job: Job, name: str, record: Record) -> dict[str, object]:
-    """A row without the environment's columns."""
+    """A row of a results file, without the columns of the environment."""
     cell = vars(job.cell) | {"shape": shape_name(job.cell.shape)}
     return {**cell, "models": job.models, "provider": name, **record}
 
@@ -36,7 +36,7 @@ def cell_of(row: Row) -> Cell:
 
 
 def scale_of(cell: Cell) -> tuple[float, str]:
-    """(factor from milliseconds to the unit of reports, the unit)."""
+    """Returns (factor from milliseconds to the unit of reports, the unit)."""
     unit = "us" if cell.direction == "host" else BENCHES[cell.op].unit
     return {"us": 1e3, "ms": 1.0}[unit], unit
 
@@ -91,10 +91,12 @@ class Results:
             self.cells[cell_of(row)][row["provider"]] = row
 
     def value(self, cell: Cell, provider: str, column: str) -> float | None:
+        """A number of a row; None if it is not there."""
         value = self.cells.get(cell, {}).get(provider, {}).get(column)
         return float(value) if value else None
 
     def ms(self, cell: Cell, provider: str) -> float | None:
+        """A provider's median time; None if it was not measured."""
         return self.value(cell, provider, "median_ms")
 
     def ratio(self, cell: Cell, over: str, under: str) -> float | None:
@@ -104,6 +106,7 @@ class Results:
         return (self.ms(cell, over) or math.inf) / b
 
     def roof(self, cell: Cell) -> str:
+        """The name of the cell's roof; "" if it has none."""
         return self.bench.roofs.get(cell.direction, "")
 
     def models(self, cell: Cell) -> str:

@@ -97,6 +97,7 @@ def _measure(jobs: Sequence[Job], supervisor: Supervisor, log: CsvLog) -> bool:
 
 
 def _interrupted(record: Record) -> Record:
+    """Marks a record of a cell in which the run was interrupted."""
     if record["status"] != "ok":
         return record
     if "median_ms" not in record:

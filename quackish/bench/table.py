@@ -1,4 +1,4 @@
-"""How each operation is measured, by name, and what the results of all have."""
+"""The benches of all operations, by name, and the columns and names that their results share."""
 
 from quackish.bench.cells import A_LAUNCH, AGAIN, TRUTH
 from quackish.bench.definition import Bench

@@ -1,4 +1,4 @@
-"""If PyTorch (2.15 and newer) runs its own CuTe kernels.
+"""Says if PyTorch (2.15 and newer) runs its own CuTe kernels.
 
 It runs them only with some versions of nvidia-cutlass-dsl, and otherwise plain code without a message.
 """

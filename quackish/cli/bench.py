@@ -70,7 +70,7 @@ def _add_measuring_arguments(parser: argparse.ArgumentParser, bench: "Bench") ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """0; 1 if nothing was measured."""
+    """Returns 0, or 1 if nothing was measured."""
     check_bench_extra()
     try:
         return _measure(args)

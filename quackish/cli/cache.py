@@ -94,12 +94,13 @@ def _delete(paths: Sequence[Path]) -> bool:
 
 
 def _good_and_bad() -> tuple[list[Entry], list[Entry]]:
+    """All kernels in the cache folder, as (good, bad)."""
     entries = upkeep.entries()
     return [entry for entry in entries if not entry.fault], [entry for entry in entries if entry.fault]
 
 
 def _listed(entry: Entry) -> str:
-    """The kernel, its problem and its config."""
+    """The lines of a kernel: its name and target, its problem, its config."""
     identity, date = entry.identity, time.strftime("%Y-%m-%d", time.localtime(entry.modified))
     kernel = f"{identity['kernel'].rpartition('.')[2]} {identity['target']}, {entry.bytes / 1e3:.0f} kB, {date}"
     below = [fill(printable(short(identity[part])), "    ") for part in ("problem", "config")]

@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser, shapes: str = "") -> None:
 
 
 def add_shape_and_options(parser: argparse.ArgumentParser, entries: Sequence[Operation], shapes: str = "") -> None:
+    """Adds SHAPE, --dtype and the options of `entries`, grouped by the operations that take them."""
     shape_help = ", ".join(f"{op.form} for {op.name}" for op in entries)
     parser.add_argument("shapes" if shapes else "shape", metavar="SHAPE", help=shape_help, nargs=shapes or None)
     dtype_help = f"dtype of input and weight: {', '.join(DTYPES)} (bf16)"

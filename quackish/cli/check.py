@@ -33,6 +33,7 @@ def _case(op: Operation, test: SelfTest, timed: bool = False) -> Case:
 
 
 def _small(op: Operation) -> dict[str, SelfTest]:
+    """The small calls of an operation: one with default options, and its self-tests by name."""
     return {"": SelfTest(op.small), **op.self_tests}
 
 
@@ -52,4 +53,5 @@ TIMED: dict[str, Case] = {
 
 
 def load(name: str) -> Case:
+    """The call with this name. It is a function of a module, because `Check` is sent to a process."""
     return (SELF_TESTS | TIMED)[name]

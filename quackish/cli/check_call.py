@@ -44,7 +44,7 @@ class Check(NamedTuple):
 
 
 def serve(events: Connection, check: Check, device: str, log: Path) -> None:
-    """The process. Its output goes to `log`."""
+    """Main function of the process. Its output goes to `log`."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it even if it waits for the GPU
     with log.open("ab") as file:
         for output in (1, 2):
@@ -82,7 +82,7 @@ def run(check: Check, device: torch.device, send: Send) -> Record:
 
 @contextlib.contextmanager
 def _announced(send: Send, device: torch.device) -> Iterator[None]:
-    """Inside the block each launch is announced, and waited for."""
+    """Inside the block, each launch is announced by an event before it runs, and waited for."""
 
     def observer(function, args, kernel_class, problem, config) -> None:
         spec = spec_of(problem)
@@ -137,6 +137,7 @@ def timed(case: Case, args: Args, device: torch.device) -> list[Record]:
 
 
 def _times(group: list[Launch], device: torch.device, beside_cublas: bool) -> Record:
+    """The record of equal launches: median time, rates and, for large GEMMs, cuBLAS's time."""
     first, ms = group[0], [one.ms for one in group if one.ms is not None]
     us = 1e3 * statistics.median(ms) if ms else None
     work = first.work

@@ -90,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def write(report: Report, path: Path) -> None:
+    """Writes the report as JSON. Raises CommandError if that fails."""
     try:
         path.write_text(json.dumps(report, indent=1) + "\n")
     except OSError as error:
@@ -168,13 +169,17 @@ def versions(report: Report) -> dict[str, str]:
 
 
 def check_versions(report: Report, installed: Mapping[str, str], with_kernels: bool) -> None:
+    """Reports versions that are not supported. with_kernels: a GPU here could run kernels."""
     for name in toolchain.SUPPORTED:
         if installed[name] and (name == "torch" or with_kernels) and not _is_supported(name, installed[name]):
             report.problem(f"{name} {installed[name]} is not supported", f"{toolchain.install(name)}.")
 
 
 def check_parts(report: Report, installed: Mapping[str, str]) -> None:
-    """pip leaves a part as it is if the compiler is installed in another version without naming the extra."""
+    """Reports parts of the compiler that are installed in another version than the compiler.
+
+    pip leaves a part as it is if the compiler is installed in another version without naming the extra.
+    """
     for name in DSL_PARTS:
         if installed[name] and installed[name] != installed[DSL]:
             what = f"{name} {installed[name]} does not belong to {DSL} {installed[DSL] or '(not installed)'}"
@@ -218,7 +223,10 @@ def gpus(report: Report) -> dict[str, str]:
 
 
 def why_no_gpu(report: Report, driver: tuple[int, int] | None, init: Callable[[], None] = torch.cuda.init) -> None:
-    """A driver that torch cannot use is a problem. No driver, or one without a GPU as on a login node, is a note."""
+    """Reports why torch has no GPU.
+
+    A driver that torch cannot use is a problem. No driver, or one without a GPU as on a login node, is a note.
+    """
     portable = "the portable path runs on the CPU."
     if torch.version.hip or driver is None:
         report.note(f"there is no NVIDIA driver (containers need `docker run --gpus all`): {portable}")
@@ -246,7 +254,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """(2, 11, 0) from "2.11.0a0+git"."""
+    """The numbers of a version: (2, 11, 0) from "2.11.0a0+git"."""
     return tuple(map(int, re.match(r"\d+(\.\d+)*", version)[0].split(".")))
 
 
@@ -298,6 +306,7 @@ def cache_health(report: Report) -> dict[str, str]:
 
 
 def environment(report: Report) -> dict[str, str]:
+    """The environment variables that matter, and the table. Reports those that have no effect."""
     for what, to_do in variables.faults():
         report.problem(what, to_do)
     if why := why_no_output(tuned.path().parent):
@@ -344,7 +353,7 @@ def operations(
 
 
 def _check_results(case: Case, args: Args, first: Tensors, second: Tensors, path: str) -> tuple[str, str]:
-    """(a summary of the results of two runs, what is wrong or "")."""
+    """Returns (a summary of the results of two runs, what is wrong). "" means nothing is wrong."""
     truth = case.call(in_fp64(args), "reference")
     errors = {name: error(first[name].cpu().double(), truth[name]).norm for name in first}
     wrong = []
@@ -364,6 +373,7 @@ def _please_report(option: str) -> str:
     return f"Please report it, with the output of `{program_name()} doctor {option}`."
 
 
+# {title: function that returns the rows of a section, and adds notes and problems to the report}
 SECTIONS: dict[str, Callable[[Report], Any]] = {
     "versions": versions,
     "gpus": gpus,

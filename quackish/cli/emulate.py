@@ -84,6 +84,7 @@ def _compared(op: Operation, results: Mapping[str, Tensor], truth: Mapping[str, 
 
 
 def _triple(sizes: tuple[int, int, int]) -> str:
+    """Sizes without those that are 1 at the end: 4x2 for (4, 2, 1)."""
     return "x".join(map(str, sizes)).removesuffix("x1").removesuffix("x1")
 
 

@@ -138,6 +138,7 @@ def _kernel_list(distinct: list[_Chosen], gpu: Gpu) -> str:
 
 
 def _resource_table(distinct: list[_Chosen], usage: list[Resources], gpu: Gpu) -> str:
+    """Registers, shared memory, and CTAs per SM of each kernel; then the kernels that spill."""
     rows, spills = [], []
     for i, ((problem, choice), used) in enumerate(zip(distinct, usage, strict=True), 1):
         count, limit = _ctas_per_sm(used, choice.config, gpu)
@@ -169,6 +170,7 @@ def _ctas_per_sm(used: Resources, config: Any, gpu: Gpu) -> tuple[int, str]:
 
 
 def _memory_table(dry: DryRun) -> str:
+    """The buffers that take 1 % or more of the peak, and the sum of smaller ones."""
     large = [buffer for buffer in dry.buffers if buffer.bytes * 100 >= dry.peak_bytes]
     rows = [[_bytes(buffer.bytes), buffer.text] for buffer in large]
     if small := dry.peak_bytes - sum(buffer.bytes for buffer in large):
@@ -177,6 +179,7 @@ def _memory_table(dry: DryRun) -> str:
 
 
 def _roofs(roofs: Roofs | None, gpu: Gpu) -> str:
+    """The line on the speeds that estimated times assume."""
     if roofs is None:
         return f"No estimated times: the speeds of {gpu.name} are not known."
     return f"Estimated times are at {speeds(roofs)} ({roofs.source}). {roofs.note}".rstrip()
@@ -187,6 +190,7 @@ def _bytes(value: float) -> str:
 
 
 def _unit(value: float, unit: str = "") -> str:
+    """A number with a prefix, such as 1.25 GB."""
     for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= size:
             return f"{value / size:.{2 if value < 10 * size else 1}f} {prefix}{unit}"

@@ -16,6 +16,7 @@ def set_handler(handler: Callable) -> None:
 
 
 def end(*_: object) -> NoReturn:
+    """The handler of Ctrl-C: prints a line and ends the process at once."""
     os.write(2, b"quackish: interrupted\n")
     os._exit(STATUS)  # an exception would pass through half-imported modules
 

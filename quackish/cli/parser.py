@@ -62,6 +62,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def check_bench_extra() -> None:
+    """Raises CommandError without matplotlib, which draws the figures."""
     if importlib.util.find_spec("matplotlib") is None:
         raise CommandError("figures need matplotlib; `pip install matplotlib` installs it")
 

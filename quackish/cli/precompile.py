@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(
     args: argparse.Namespace, find: Callable = toolchain.find, compile_all: Callable = compile_jobs.compile_all
 ) -> int:
+    """Returns 0; 1 if a kernel failed, was not stored or does not exist; 130 after Ctrl-C."""
     _check_compiler_and_cache(find)
     requests, portable = _requests(args)
     for reason in portable:
@@ -116,7 +117,7 @@ def _requests(args: argparse.Namespace) -> tuple[list[launch.Request], list[str]
 
 
 def _lines(file: Path) -> Iterator[tuple[str, dict]]:
-    """(file and line number, arguments) of each line."""
+    """Yields (file and line number, arguments) for each line."""
     parser = Parser(add_help=False)
     call_arguments.add_arguments(parser)
     try:
@@ -151,6 +152,7 @@ def _requests_of(dry: DryRun, gpu: Gpu) -> Iterator[launch.Request]:
 
 
 def _gpus(text: str) -> list[str]:
+    """An argparse type: comma-separated names of GPUs."""
     known = one_of({name: name for name in (*_GPUS, "this")})
     return [known(name.strip()) for name in text.split(",")]
 

@@ -36,6 +36,8 @@ from quackish.tune.candidates import candidates
 
 
 class Problem(NamedTuple):
+    """A problem to tune, and the sizes for which its configs are timed."""
+
     problem: Any
     sizes: list[dict[str, int]]  # one per shape, the least work first
 
@@ -43,6 +45,7 @@ class Problem(NamedTuple):
         return f"{self.problem.spec.name_of(self.problem)}: {describe(self.problem, {})}"
 
     def cost(self, sizes: dict[str, int]) -> int:
+        """Bytes plus FLOPs, to sort sizes by their work."""
         launch_work = self.problem.spec.work(self.problem, sizes)
         return launch_work.bytes + launch_work.flops
 
@@ -97,6 +100,7 @@ def tune(
     problems: Sequence[Problem], gpu: Gpu, max_candidates: int, device: torch.device,
     examine: Callable = search.examine, search_for: Callable[..., search.Outcome] = search.search,
 ) -> int:  # fmt: skip
+    """Tunes problems one by one and stores the results. Returns the exit status."""
     if why := why_no_output(tuned.path().parent):
         raise CommandError(f"{tuned.path()} cannot be written: {why}; QUACKISH_CONFIG_DIR names another folder")
     failed = 0
@@ -121,6 +125,7 @@ def tune(
 
 
 def _without_spills(problem: Problem, configs: Sequence[Any], gpu: Gpu, examine: Callable) -> list[Any]:
+    """The configs whose kernels do not spill registers. `examine` compiles them."""
     unspilled, show = [], progress(len(configs))
     try:
         for i, (config, fits) in enumerate(zip(configs, examine(problem.problem, configs, gpu), strict=True), 1):

@@ -31,4 +31,5 @@ def by_name(kind: type) -> Callable[..., Any]:
 
 
 def optional(dtype: str | None, aligned: bool = False) -> Ptr | None:
+    """A Ptr to elements of `dtype`; None without one, for an argument that the problem lacks."""
     return None if dtype is None else Ptr(dtype, aligned)

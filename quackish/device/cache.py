@@ -77,7 +77,7 @@ def load(kernel_class: type, identity: dict[str, str]) -> bytes | None:
 
 
 def holds(kernel_class: type, identity: dict[str, str]) -> bool:
-    """Whether there is a file for `identity`; its content is not verified."""
+    """True if there is a file for `identity`. Its content is not verified."""
     folder = folder_for(kernel_class)
     return folder is not None and (folder / name_of(identity)).exists()
 
@@ -117,11 +117,12 @@ def read(path: Path) -> bytes:
 
 
 def _head(body: bytes) -> bytes:
+    """The lines before the body of a file: the format and the checksum."""
     return _FORMAT + hashlib.sha256(body).hexdigest().encode() + b"\n"
 
 
 def unpack(data: bytes) -> tuple[dict[str, str], bytes]:
-    """(identity, payload). Raises ValueError unless `data` is exactly what `store` writes for some identity."""
+    """Returns (identity, payload). Raises ValueError unless `data` is exactly what `store` writes."""
     body = data[len(_head(b"")) :]
     if data != _head(body) + body:
         raise ValueError("damaged")
@@ -242,7 +243,7 @@ def has_source(module: str) -> bool:
 
 
 def _file_of(module: str) -> Path:
-    """Imports nothing."""
+    """The source file of a module, which is not imported."""
     if module.startswith(f"{_PACKAGE.name}."):
         return _PACKAGE.parent.joinpath(*module.split(".")).with_suffix(".py")
     loaded = sys.modules.get(module)
@@ -251,7 +252,7 @@ def _file_of(module: str) -> Path:
 
 @functools.cache
 def _source_hash(module: str) -> str:
-    """Computed once per process: later edits do not affect the imported code."""
+    """The hash of a kernel's sources, once per process: later edits do not affect imported code."""
     digest = hashlib.sha256()
     for path in _sources(module):
         name = path.relative_to(_PACKAGE) if path.is_relative_to(_PACKAGE) else path.name

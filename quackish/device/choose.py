@@ -17,6 +17,8 @@ from quackish.gpu import Gpu
 
 
 class Choice(NamedTuple):
+    """A config, and where it comes from."""
+
     config: Any
     source: str  # "forced", "user table" or "analytical"
     reason: str  # a sentence
@@ -67,7 +69,7 @@ def unforced(problem: Any, gpu: Gpu) -> Choice:
 
 
 def analytical(problem: Any, gpu: Gpu) -> Choice:
-    """The choice without a table."""
+    """The choice of the kernel's rule, without `quackish.config` and without the table."""
     rule = problem.spec.variant(gpu).rule
     return Choice(rule(problem, gpu), "analytical", f"by the rule in {rule.__module__.replace('.', '/')}.py")
 
@@ -109,7 +111,7 @@ def config(**forced: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def changing() -> Iterator[None]:
-    """Starts a new epoch when the block ends, which changes choices or the device of calls."""
+    """Starts a new epoch at the end of the block. The block changes choices or the device of calls."""
     global epoch
     with _lock:
         yield
@@ -124,6 +126,7 @@ def _by_public_name() -> dict[str, KernelSpec]:
 
 
 def _check(name: str, changes: Any) -> None:
+    """Raises ValueError for an unknown kernel, or for changes that no config of the kernel takes."""
     known = _by_public_name()
     if name not in known:
         raise ValueError(

@@ -12,7 +12,7 @@ from quackish.device import cache, notice, objects
 class Request(NamedTuple):
     """The arguments of `get`."""
 
-    kernel_class: Any  # a class in quackish.kernels, or its KernelClass
+    kernel_class: Any  # the kernel's class, or its KernelClass
     problem: Any
     config: Any
     target: str
@@ -54,6 +54,8 @@ def get(kernel_class: type, problem: Any, config: Any, target: str) -> Callable[
 
 
 class Obtained(NamedTuple):
+    """The object of a kernel, and how it was obtained."""
+
     data: bytes
     status: str  # "loaded" (from disk), "compiled" (and stored) or "not stored" (compiled only)
     message: str = ""  # why it was not stored
@@ -76,7 +78,7 @@ def obtain(request: Request, announce: bool = False) -> Obtained:
 
 
 def is_available(request: Request) -> bool:
-    """Whether the kernel is in memory or on disk."""
+    """True if the kernel is in memory or on disk."""
     return request in _ready or cache.holds(request.kernel_class, cache.identity(*request))
 
 
@@ -98,6 +100,8 @@ def compile_kernel(kernel_class: type, problem: Any, config: Any, target: str, m
 
 
 def _counted(function: Callable[..., None], kernel_class: type, problem: Any, config: Any) -> Callable[..., None]:
+    """Wraps a kernel: counts its launches, and hands them to the observer if there is one."""
+
     def call(*args):  # adds 0.05 us
         observer = _observer
         if observer is None:

@@ -30,6 +30,8 @@ _TIMEOUT = 120.0  # seconds per kernel, where one takes about a second
 
 
 class Outcome(NamedTuple):
+    """What became of a request."""
+
     request: Request
     status: str  # "failed", or as in `compile.Obtained`: "loaded", "compiled" or "not stored"
     message: str  # why it failed, or was not stored
@@ -119,7 +121,7 @@ class _Worker:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors)
 
     def ask(self, request: Request, timeout: float) -> tuple[str, str]:
-        """(status, message) of an Outcome."""
+        """Sends a request. Returns (status, message) of its Outcome; raises TimeoutError without an answer."""
         pickle.dump(request, self._process.stdin)
         self._process.stdin.flush()
         if not wait([self._process.stdout.fileno()], timeout):

@@ -37,7 +37,7 @@ class Instruction(NamedTuple):
 
 
 def resources(kernel_class: Any, problem: Any, config: Any, target: str) -> Resources:
-    """The first result of `disassemble`."""
+    """Compiles a kernel and returns its resource usage: the first result of `disassemble`."""
     return disassemble(kernel_class, problem, config, target)[0]
 
 
@@ -90,6 +90,7 @@ def _dynamic_smem_bytes(module: str) -> int:
 
 
 def _cuobjdump(default_toolkit: str = _TOOLKIT) -> str:
+    """The path of cuobjdump. Raises FileNotFoundError if it is not installed."""
     toolkits = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), default_toolkit]
     candidates = [Path(toolkit, "bin") for toolkit in toolkits if toolkit]
     triton = importlib.util.find_spec("triton")  # found, not imported

@@ -27,6 +27,7 @@ def dtype_name(t: Tensor | None) -> str | None:
 
 
 def address(t: Tensor | None) -> int | None:
+    """The address of t's first element; None without t."""
     return None if t is None else t.data_ptr()
 
 

@@ -40,6 +40,7 @@ _cpu_memory = empty_on("cpu")
 
 
 def _new_workspace(stream: int, floats: int) -> tuple[int, int, Tensor]:
+    """`KernelDevice.workspace` of substitutes: each call gets memory of its own."""
     memory = torch.zeros(workspace.NUM_TICKETS + floats, dtype=torch.int32, device="cpu")
     return memory.data_ptr(), memory.data_ptr() + 4 * workspace.NUM_TICKETS, memory
 
@@ -61,7 +62,7 @@ class KernelDevice:
     index: int | None = None
     current: Callable[[], int | None] = lambda: None
     make_current: Callable[[], AbstractContextManager] = contextlib.nullcontext
-    # Compiles kernels in parallel before they are asked for; None: one by one when they are.
+    # Compiles kernels in parallel before they are needed; without it, they are compiled one by one when needed.
     prepare: Callable[[list[launch.Request]], None] | None = None
     cache: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)  # what operations keep per KernelDevice
     # With backend="auto", a call that no kernel covers raises instead of running the portable path, and torch.compile
@@ -81,6 +82,7 @@ _devices: dict[torch.device, KernelDevice | str] = {}
 
 
 def _create(device: torch.device) -> KernelDevice | str:
+    """The KernelDevice of a device, or a sentence on why it has none."""
     if device.type != "cuda" or torch.version.hip:  # ROCm's devices are "cuda" too
         return f"no kernel for {'AMD GPUs' if device.type == 'cuda' else f'{device.type} tensors'}."
     gpu = gpu_of(device.index)
@@ -151,7 +153,7 @@ def why_unsupported(op: str, spec: KernelSpec, device: torch.device) -> str:
 def require_device(op: str, device: torch.device) -> KernelDevice:
     """The KernelDevice of tensors for which kernels were chosen, even if they were turned off since then.
 
-    RuntimeError if they have none any more.
+    Raises RuntimeError if they have none any more.
     """
     found = _find(device)
     if isinstance(found, str):
@@ -177,6 +179,7 @@ def requires_kernels(device: torch.device, backend: str) -> bool:
 
 
 def _refuse_compile(op: str, device: torch.device) -> None:
+    """Raises UnsupportedError on a device that `must_cover`."""
     found = device_of(device)
     if isinstance(found, KernelDevice) and found.must_cover:
         raise UnsupportedError(
@@ -192,7 +195,7 @@ for _function in _traced_as_constants:
 
 
 def refuse_compile_in_substitutes(op: str, device: torch.device) -> None:
-    """UnsupportedError while torch.compile traces a call on a device that `must_cover`.
+    """Raises UnsupportedError while torch.compile traces a call on a device that `must_cover`.
 
     `_substitutes` is also a guard of the compiled code: another block of `substitute` traces it again.
     """
@@ -201,7 +204,7 @@ def refuse_compile_in_substitutes(op: str, device: torch.device) -> None:
 
 
 def refuse_portable(why: str, device: torch.device, backend: str) -> None:
-    """UnsupportedError if this call must run kernels. why: the reason for the portable path, in a sentence."""
+    """Raises UnsupportedError if this call must run kernels. why: a sentence on why none covers it."""
     if not requires_kernels(device, backend):
         return
     if backend != "cute":
@@ -231,7 +234,7 @@ def forward_device(device: torch.device) -> KernelDevice | str | None:
 
 
 def check_same_device(op: str, forward: KernelDevice | str | None, device: torch.device) -> None:
-    """RuntimeError if only one of forward and backward runs in a block of `substitute`, or each in another one.
+    """Raises RuntimeError unless forward and backward run in the same block of `substitute`, or in none.
 
     Compiled code has no such check: torch.compile is refused in such blocks (`refuse_compile_in_substitutes`).
     """

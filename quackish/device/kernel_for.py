@@ -8,17 +8,19 @@ from quackish.gpu import Gpu
 
 
 class CompiledKernel(NamedTuple):
+    """A kernel that is ready to launch."""
+
     launch: Callable[..., None]  # (arguments, stream)
     config: Any
 
 
 def request_for(problem: Any, gpu: Gpu) -> launch.Request:
-    """The request that `kernel_for` compiles or loads. UnsupportedError if no kernel covers the problem on the GPU."""
+    """The request that `kernel_for` compiles or loads. Raises UnsupportedError if no kernel covers it."""
     return launch.Request(problem.spec.kernel_class(gpu), problem, choose.choose(problem, gpu).config, gpu.target)
 
 
 def kernel_for(problem: Any, gpu: Gpu) -> CompiledKernel:
-    """Chooses a config for `problem`, and compiles or loads its kernel. Raises as `request_for`."""
+    """Chooses a config for `problem`, and compiles or loads its kernel. Raises what `request_for` raises."""
     request = request_for(problem, gpu)
     return CompiledKernel(launch.get(*request), request.config)
 

@@ -40,9 +40,9 @@ def are_plain(tensors: Iterable[Any]) -> bool:
 
 
 def as_plain(op: str, t: Tensor | None) -> Tensor | None:
-    """`t` as a plain tensor, in an operator's implementation; TypeError for a subclass without memory.
+    """Returns `t` as a plain tensor. Raises TypeError for a subclass without memory.
 
-    Subclasses that handle the operator in __torch_dispatch__ do not get here.
+    Operators' implementations call it. Subclasses that handle the operator in __torch_dispatch__ do not get here.
     """
     if t is None or type(t) is Tensor:
         return t
@@ -55,7 +55,7 @@ def as_plain(op: str, t: Tensor | None) -> Tensor | None:
 
 
 def check_memory(op: str, **tensors: Tensor | None) -> None:
-    """ValueError for a tensor whose storage was freed: a kernel would get a null pointer."""
+    """Raises ValueError for a tensor whose storage was freed: a kernel would get a null pointer."""
     for name, t in tensors.items():
         if t is not None and not t.data_ptr() and t.numel() and not t.is_meta:
             raise ValueError(

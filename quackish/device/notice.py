@@ -9,12 +9,12 @@ from typing import Any
 
 from quackish.device import cache
 
-AFTER_S = 2.0
+AFTER_S = 2.0  # seconds
 
 
 @contextlib.contextmanager
 def if_slow(kernel_classes: Sequence[Any], target: str) -> Iterator[None]:
-    """If the block, which compiles these kernels, takes longer than two seconds, prints a line meanwhile."""
+    """Prints a line if the block, which compiles these kernels, takes longer than two seconds."""
     # One of the processes that torchrun starts on this machine speaks for all.
     if not sys.stderr.isatty() or os.environ.get("LOCAL_RANK", "0") != "0":
         yield

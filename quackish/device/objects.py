@@ -27,7 +27,7 @@ _BASELINE = {"x86_64": ("x86-64", "+sse2"), "aarch64": ("generic", "+neon")}
 
 
 def export(compiled: Any) -> bytes:
-    """The result of `cute.compile` as bytes."""
+    """Converts the result of `cute.compile` to bytes."""
     for_any_cpu(compiled.ir_module)
     with tempfile.TemporaryDirectory(prefix="quackish-") as folder:
         path = Path(folder, "kernel.o")
@@ -53,6 +53,7 @@ def load(data: bytes, name: str) -> Callable[..., None]:
 
 
 def linker() -> str | None:
+    """The path of a linker; None if PATH has none."""
     return next(filter(None, map(shutil.which, _LINKERS)), None)
 
 
@@ -87,6 +88,7 @@ def _linked(path: Path) -> Path:
 
 
 def _load_shared(data: bytes, name: str) -> Callable[..., None]:
+    """Loads a shared library from memory."""
     import tvm_ffi  # which loads its own library
 
     _load_runtime()

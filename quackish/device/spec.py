@@ -1,4 +1,4 @@
-"""What a kernel says of itself, once: KernelSpec. The launcher, the tools and the tests read nothing else.
+"""KernelSpec: what a kernel says about itself, once. Launches, tools and tests read nothing else.
 
 A problem (a frozen dataclass of ints, bools and dtype names) says what to compute. `problem.spec` describes its kernel.
 """
@@ -41,7 +41,7 @@ class Tuning:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class KernelSpec:
-    """A kernel, for all its problems."""
+    """What quackish knows of a kernel, for all its problems."""
 
     name: str  # in listings, and in the table of tuned configs
     operation: str  # the function that users call, for messages
@@ -54,9 +54,8 @@ class KernelSpec:
     samples: Sequence[Any]  # problems that tests compile
     more_sizes: Callable[[Any], Mapping[str, int]] = lambda args: {}  # other numbers that the work depends on
     results: tuple[str, ...] = ()  # arguments that `tune` compares; with `tuning`
-    cublas: str = (
-        ""  # of a matrix product: "module:function" (problem, sizes, device) -> its operands, for torch.matmul
-    )
+    # For a matrix product: "module:function" (problem, sizes, device) -> its operands, for torch.matmul.
+    cublas: str = ""
     public_name: Callable[[Any], str] | None = None  # problem -> its name in `quackish.config`; None: one name for all
     public_names: tuple[str, ...] = ()  # all of them, if they can be forced; default: from `name`
 
@@ -72,6 +71,7 @@ class KernelSpec:
 
     @property
     def is_tunable(self) -> bool:
+        """True if a problem has several configs, from which `tune` and `quackish.config` can choose."""
         return any(variant.why_illegal for variant in self.on.values())
 
     def name_of(self, problem: Any) -> str:
@@ -79,7 +79,7 @@ class KernelSpec:
         return self.public_names[0] if self.public_name is None else self.public_name(problem)
 
     def variant(self, gpu: Gpu) -> Variant:
-        """UnsupportedError if the kernel does not support `gpu`."""
+        """The variant for a GPU. Raises UnsupportedError if the kernel does not support it."""
         if gpu.family not in self.on:
             supported = ", ".join(self.on) or "no GPU"
             raise UnsupportedError(
@@ -89,7 +89,7 @@ class KernelSpec:
         return self.on[gpu.family]
 
     def kernel_class(self, gpu: Gpu) -> "KernelClass":
-        """UnsupportedError if the kernel does not support `gpu`."""
+        """The class for a GPU. Raises UnsupportedError if the kernel does not support it."""
         module, _, name = self.variant(gpu).kernel.partition(":")
         return once(_classes, (module, name), KernelClass, module, name)
 

@@ -28,6 +28,8 @@ _RUNTIME = "libcute_dsl_runtime.so"
 
 
 class Toolchain(NamedTuple):
+    """The installed compiler, as kernels depend on it."""
+
     dsl: str  # version of nvidia-cutlass-dsl
     ffi: str  # version of apache-tvm-ffi
     flavour: str  # such as "cu13": the CUDA major version that the compiler is built for
@@ -37,7 +39,7 @@ class Toolchain(NamedTuple):
 
 @functools.cache
 def find() -> Toolchain:
-    """Raises UnsupportedError if a part is not installed or the driver is too old."""
+    """Finds the toolchain. Raises UnsupportedError if a part is missing or the driver is too old."""
     compiler, ffi = _folder("nvidia-cutlass-dsl", "cutlass"), _folder("apache-tvm-ffi", "tvm_ffi")
     root = next((parent for parent in compiler.parents if parent.name == "nvidia_cutlass_dsl"), compiler)
     libraries = compiler.glob("_mlir/_mlir_libs/_cutlass_ir.cu*.so")  # one per CUDA major version
@@ -63,7 +65,10 @@ def versions() -> dict[str, str] | None:
 
 
 def choose_flavour(installed: list[int], driver: tuple[int, int] | None) -> int:
-    """The newest that the driver supports; without a driver the newest. The compiler's import chooses the same."""
+    """The newest CUDA that the driver supports; without a driver, the newest that is installed.
+
+    The compiler's import chooses the same.
+    """
     supported = [major for major in installed if driver is None or major <= driver[0]]
     if not supported:
         names = ", ".join(f"cu{major}" for major in installed) or "none"
@@ -96,6 +101,7 @@ def install(distribution: str) -> str:
 
 
 def _folder(distribution: str, module: str) -> Path:
+    """The folder of a module, which is not imported. Raises UnsupportedError if it is not installed."""
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
         raise UnsupportedError(

@@ -20,6 +20,8 @@ _FORMAT = 2
 
 @dataclasses.dataclass(frozen=True)
 class Row:
+    """An entry of the table."""
+
     kernel: str  # KernelSpec.name
     gpu: str  # Gpu.name
     target: str
@@ -30,6 +32,7 @@ class Row:
 
     @property
     def key(self) -> str:
+        """What a row is found by, beside the toolchain."""
         return json.dumps([self.kernel, self.gpu, self.target, self.problem], sort_keys=True)
 
     def is_current(self) -> bool:
@@ -38,12 +41,13 @@ class Row:
 
 
 def make_row(problem: Any, gpu: Gpu, config: Any, measured: str) -> Row:
+    """A row for the installed toolchain."""
     fields = dataclasses.asdict(config)
     return Row(problem.spec.name, gpu.name, gpu.target, toolchain.versions(), _fields(problem), fields, measured)
 
 
 def find(problem: Any, gpu: Gpu) -> Row | None:
-    """The valid row for `problem` on `gpu`."""
+    """The row for `problem` on `gpu` with the installed toolchain; None if there is none."""
     if not rows():
         return None
     key = Row(problem.spec.name, gpu.name, gpu.target, {}, _fields(problem), {}, "").key
@@ -51,6 +55,7 @@ def find(problem: Any, gpu: Gpu) -> Row | None:
 
 
 def _fields(problem: Any) -> dict[str, Any]:
+    """A problem as the table has it: as if packed, because the config must not depend on that."""
     fields = dataclasses.asdict(problem)
     return fields | {"packed": True} if "packed" in fields else fields
 
@@ -59,6 +64,7 @@ def _fields(problem: Any) -> dict[str, Any]:
 
 
 def path() -> Path:
+    """Where the table is, or would be."""
     import platformdirs
 
     return Path(variables.get(variables.CONFIG_DIR) or platformdirs.user_config_dir("quackish")) / "tuned.json"

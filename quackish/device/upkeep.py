@@ -55,7 +55,10 @@ def folder_fault() -> str:
 
 
 def why_unusable(identity: dict[str, str]) -> str:
-    """Why this process does not load a good file: the first field with another value here. "" if it loads it."""
+    """Says why this process does not load a good file; "" if it loads it.
+
+    The reason is the first field of its identity that has another value here.
+    """
     module = identity["kernel"].rpartition(".")[0]
     if not cache.has_source(module):
         return f"kernel {printable(identity['kernel'])}, unknown here"
@@ -86,6 +89,7 @@ def remove(paths: Iterable[Path]) -> tuple[int, list[str]]:
 
 
 def _examine(path: Path) -> Entry:
+    """Verifies a file. Never raises: `Entry.fault` says what is wrong."""
     identity, fault, size, modified = {}, "", 0, time.time()
     try:
         status = os.lstat(path)
@@ -99,7 +103,7 @@ def _examine(path: Path) -> Entry:
 
 
 def _identity(content: bytes, name: str) -> dict[str, str]:
-    """Of a kernel's file. Raises ValueError unless the file is good and `name` is its name."""
+    """The identity in a file's content. Raises ValueError unless it is good and `name` is its name."""
     identity, _ = cache.unpack(content)
     strings = isinstance(identity, dict) and all(isinstance(text, str) for pair in identity.items() for text in pair)
     if not strings or not {"kernel", "problem", "config", "target"} <= identity.keys():

@@ -32,7 +32,7 @@ def get(name: str) -> str:
 
 
 def faults(environ: Mapping[str, str] | None = None) -> list[tuple[str, str]]:
-    """(what is wrong, what to do) for each variable of quackish that has no effect."""
+    """Returns (what is wrong, what to do) for each variable of quackish that has no effect."""
     found = []
     for name, value in sorted((os.environ if environ is None else environ).items()):
         if name not in VARIABLES and name.upper().startswith("QUACKISH"):

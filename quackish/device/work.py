@@ -20,11 +20,13 @@ Sizes = Mapping[str, int]
 
 @dataclasses.dataclass(frozen=True)
 class Work:
+    """The bytes and FLOPs of a launch."""
+
     bytes_read: int
     bytes_written: int
     flops: int
     note: str = ""  # how the data affects the work
-    depends_on_data: bool = False  # the launch often returns at once; these are its bytes then
+    depends_on_data: bool = False  # the launch often returns at once; the bytes are those of such a launch
 
     @property
     def bytes(self) -> int:
@@ -40,6 +42,7 @@ class Estimate:
 
 
 def estimate(work: Work, roofs: Roofs) -> Estimate:
+    """The longest of three times: memory traffic, tensor cores and an empty launch."""
     bandwidth = roofs.add if work.bytes_read >= 2 * work.bytes_written else roofs.copy
     bounds = {
         "memory": 1e6 * work.bytes / bandwidth,
@@ -66,6 +69,7 @@ def describe(problem: Any, sizes: Sizes) -> str:
 
 
 def bytes_of(*dtypes: str | None) -> int:
+    """The bytes of one element of each dtype, added up. None adds nothing."""
     return sum(_ITEMSIZE[dtype] for dtype in dtypes)
 
 

@@ -1,7 +1,7 @@
-"""Main program of a compiling process, which parallel.py runs as a file. Never imported.
+"""Main program of a compiling process. compile_jobs.py runs it as a file; nothing imports it.
 
-Reads pickled requests from stdin and writes an answer to each to stdout. It imports only the launcher, because
-importing torch takes longer than compiling a kernel.
+Reads pickled requests from stdin and writes an answer to each to stdout. It does not import torch,
+which takes longer than compiling a kernel.
 """
 
 import json

@@ -24,17 +24,17 @@ _MAX_STREAMS = 128  # streams with a workspace; one more drops the oldest, whose
 
 class _Workspace(NamedTuple):
     memory: Tensor  # tickets, then scratch
-    floats: int  # of scratch
+    floats: int  # size of scratch, in fp32 elements
 
 
 _workspaces: dict[tuple[int, int], _Workspace] = {}  # (device index, stream) -> workspace
 _reserves: dict[int, Iterator[int]] = {}  # device index -> addresses of unused tickets
-_reserve_memory: list[Tensor] = []  # of all reserves, never freed: graphs hold these addresses
+_reserve_memory: list[Tensor] = []  # the reserves, never freed: graphs hold their addresses
 _lock = threading.Lock()
 
 
 def take(device_index: int, stream: int, scratch_floats: int) -> tuple[int, int, object]:
-    """(address of the tickets, address of scratch_floats fp32, an object to keep until the launch).
+    """Returns (address of tickets, address of scratch_floats fp32, an object to keep until the launch).
 
     `stream` is the current stream of the current device.
     """
@@ -48,6 +48,7 @@ def take(device_index: int, stream: int, scratch_floats: int) -> tuple[int, int,
 
 
 def _take_for_stream(key: tuple[int, int], floats: int) -> _Workspace:
+    """The workspace of a stream, allocated if there is none or it is too small."""
     device_index = key[0]
     with _lock:
         if device_index not in _reserves:  # now, because a capture cannot allocate it
@@ -63,6 +64,7 @@ def _take_for_stream(key: tuple[int, int], floats: int) -> _Workspace:
 
 
 def _take_for_graph(device_index: int, floats: int) -> tuple[int, int, tuple]:
+    """`take` for a launch that is captured: its tickets are used by no other launch."""
     device = torch.device("cuda", device_index)
     scratch, zeros = torch.empty(floats, dtype=torch.float32, device=device), None
     with _lock:
@@ -75,6 +77,8 @@ def _take_for_graph(device_index: int, floats: int) -> tuple[int, int, tuple]:
 
 
 def _new_reserve(device_index: int) -> Iterator[int]:
+    """Allocates tickets for captured launches. Returns an iterator over their addresses."""
+
     def make() -> Tensor:
         with torch.cuda.device(device_index), torch.cuda.stream(torch.cuda.Stream(device_index)):
             zeros = torch.zeros(_RESERVE * NUM_TICKETS, dtype=torch.int32, device=torch.device("cuda", device_index))

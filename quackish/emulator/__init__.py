@@ -54,11 +54,11 @@ _report: contextvars.ContextVar[Report | None] = contextvars.ContextVar("report"
 
 @contextlib.contextmanager
 def record(completion: str = "at_once", seed: Any = 0, how_to_repeat: str = "") -> Iterator[Report]:
-    """Launches in the block, of this thread, use these settings; the report tells what they did.
+    """Sets how this thread's launches run inside the block, and yields a report of what they did.
 
     completion: when asynchronous work happens: "at_once", or "late", as late as a wait permits
     seed: gives the order in which warps and CTAs take turns. The same seed repeats a run exactly.
-    how_to_repeat: code or a command that repeats the block, for faults
+    how_to_repeat: code or a command that repeats the block; faults show it
     """
     if completion not in COMPLETIONS:
         raise ValueError(
@@ -86,7 +86,7 @@ def register(address: int, size: int) -> Iterator[None]:
 class Kernel:
     """A compiled function that runs on the CPU. It takes the arguments that it takes on a GPU, with CPU tensors.
 
-    name: in reports and faults; otherwise they name the class or function that was compiled
+    name: what reports and faults call it; by default the class or function that was compiled
     """
 
     def __init__(self, exported: host.Exported, gpu: Any, name: str = "", host_code: host.HostCode | None = None):
@@ -100,6 +100,7 @@ class Kernel:
         self._host_code.call(self._launch, *args, **kwargs)
 
     def _launch(self, launch: host.Launch) -> None:
+        """Runs one launch. The host code calls it."""
         program = self._program(launch.kernel)
         parameters = launch.parameters(program.entry.parameters.values())
         run(program, launch, parameters, self.gpu, self.name)
@@ -151,6 +152,7 @@ def run(program: decode.Program, launch: Any, parameters: bytes, gpu: Any, name:
 
 
 def _ended(name: str, grid: Grid) -> Ended:
+    """What later launches need to know about this one, for `dependent_launches`."""
     races = grid.memory.races
     ended = Ended(
         name,
@@ -165,6 +167,7 @@ def _ended(name: str, grid: Grid) -> Ended:
 
 
 def _check_order(launch: Any, grid: Grid, report: Report) -> None:
+    """Raises Fault if the grid may overlap the launch before it, and no thread waits for that launch."""
     # "If the prerequisite grid is using griddepcontrol.launch_dependents, then the dependent grid must use
     # griddepcontrol.wait to ensure correct functional execution." (PTX, griddepcontrol)
     before = report.before
@@ -176,6 +179,7 @@ def _check_order(launch: Any, grid: Grid, report: Report) -> None:
 
 
 def _circumstances(program: decode.Program, launch: Any, gpu: Any, name: str, report: Report) -> str:
+    """The lines about the launch that end the message of every error."""
     kernel = f"{name}, {program.entry.title}" if name else program.entry.title
     return (
         f"  launch {len(report.launches)}, counted from 0: kernel {kernel}\n"
@@ -188,13 +192,13 @@ def _circumstances(program: decode.Program, launch: Any, gpu: Any, name: str, re
 
 
 def compile(function: Callable, *args: Any, gpu: Any, name: str = "", **kwargs: Any) -> Kernel:
-    """`cute.compile`, whose result runs on the CPU as on the GPU `gpu`, which need not be here.
+    """Calls `cute.compile`. The result runs on the CPU as it would on `gpu`; this machine needs no GPU.
 
     function: what cute.compile takes: a function, method or object with `@cute.jit`
     args, kwargs: those of cute.compile: fake tensors and streams, numbers, constants, results of `from_dlpack`, CPU
         tensors; also `options`. Options that the emulator needs are added.
     gpu: a name, "h100", "h200", "b200" or "b300", an `emulator.Gpu`, or any object with its attributes
-    name: in reports and faults, instead of the name in the PTX
+    name: what reports and faults call the kernel, instead of its name in the PTX
 
     The result takes the arguments that it takes on a GPU: CPU tensors in place of CUDA tensors, and any number as a
     stream. While compiling, `HardwareInfo` answers as for that GPU.
@@ -231,7 +235,7 @@ def replace_cuda(gpu: Any) -> Iterator[None]:
 
 
 def load(compiled: Any, gpu: Any, name: str = "") -> Kernel:
-    """The result of `cute.compile` as a function that runs on the CPU and takes arguments by position.
+    """Makes the result of `cute.compile` run on the CPU. It takes arguments by position.
 
     Compile with the options "--enable-tvm-ffi --keep-ptx --generate-line-info --dump-dir FOLDER".
     """

@@ -20,7 +20,7 @@ _is_valid.restype, _is_valid.argtypes = ctypes.c_int, [ctypes.py_object, ctypes.
 
 
 class _Described:
-    """A tensor by its DLPack capsule."""
+    """Hands a DLPack capsule to a consumer, and says that its tensor is on CUDA."""
 
     def __init__(self, capsule: Any):
         self._capsule = capsule
@@ -33,7 +33,7 @@ class _Described:
 
 
 def at_call(argument: Any) -> Any:
-    """An argument of a call, with CPU tensors as tensors of CUDA."""
+    """Converts an argument of a call: CPU tensors in it claim to be on CUDA."""
     if isinstance(argument, torch.Tensor):
         return _from_torch(argument) if argument.device.type == "cpu" else argument
     if _is_dsl_tensor(argument):
@@ -42,7 +42,7 @@ def at_call(argument: Any) -> Any:
 
 
 def at_compile(argument: Any) -> Any:
-    """An argument of `cute.compile`, with CPU tensors as tensors of CUDA."""
+    """Converts an argument of `cute.compile`: CPU tensors in it claim to be on CUDA."""
     if isinstance(argument, torch.Tensor):
         from cutlass.cute.runtime import from_dlpack
 
@@ -54,7 +54,7 @@ def at_compile(argument: Any) -> Any:
 
 
 def on_cuda(tensor: Any) -> Any:
-    """The result of `from_dlpack`, which from now on is on CUDA, and which TVM-FFI takes."""
+    """Makes a result of `from_dlpack` claim to be on CUDA, so that TVM-FFI takes it. Returns it."""
     import tvm_ffi
 
     own = getattr(tensor, "_tvm_ffi_tensor", None)
@@ -75,6 +75,7 @@ def _from_torch(tensor: torch.Tensor) -> Any:
 
 
 def _say_cuda(capsule: Any) -> None:
+    """Overwrites the device type in a capsule. Raises ValueError if the capsule was consumed."""
     if not _is_valid(capsule, b"dltensor"):
         raise ValueError("a tensor's DLPack capsule is in use, or of a version that the emulator does not know")
     address = _get_pointer(capsule, b"dltensor") + _DEVICE_TYPE_OFFSET
@@ -88,7 +89,7 @@ def _is_dsl_tensor(argument: Any) -> bool:
 
 
 def _map(convert: Any, argument: Any) -> Any:
-    """Converts what is inside of tuples, lists and dataclasses."""
+    """Applies `convert` inside tuples, lists and dataclasses; returns anything else as it is."""
     if isinstance(argument, tuple) and hasattr(argument, "_fields"):
         return type(argument)(*map(convert, argument))
     if type(argument) in (tuple, list):

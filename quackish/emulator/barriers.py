@@ -32,6 +32,7 @@ class Mbarrier:
         )
 
     def arrive(self, count: int) -> None:
+        """Counts arrivals, which may end the phase. Raises Fault if the phase expects fewer."""
         # An arrival beyond the pending count would make it negative, which is outside its range.
         if not 1 <= count <= self.pending:
             raise Fault(f"{count} arrivals at an mbarrier that expects {self.pending} more: {self}")
@@ -39,9 +40,11 @@ class Mbarrier:
         self._check()
 
     def expect(self, size: int) -> None:
+        """Adds `size` bytes to the pending transactions (expect-tx)."""
         self._add_transactions(size)
 
     def complete(self, size: int) -> None:
+        """Takes `size` bytes off the pending transactions (complete-tx), which may end the phase."""
         self._add_transactions(-size)
         self._check()
 
@@ -51,6 +54,7 @@ class Mbarrier:
             raise Fault(f"transaction bytes outside -(2^20 - 1) to 2^20 - 1: {self}")
 
     def _check(self) -> None:
+        """If nothing is pending, ends the phase and releases the threads that wait for it."""
         self.cta.grid.num_events += 1
         if self.pending == 0 and self.transactions == 0:
             self.phase += 1
@@ -62,16 +66,17 @@ class Mbarrier:
                 parked.release()
 
     def _order(self) -> None:
-        """The arrivals and the copies of the phase that ends now precede what waits for it."""
+        """Orders the arrivals and copies of the phase that ends now before what waits for it."""
         copies = self.cta.cluster.clocks.of_epoch(self, self.phase)
         self.completed = joined(joined(self.completed, self.arrived), copies)
 
     def has_completed(self, parity: int) -> bool:
-        """Whether the phase with this parity, the current or the previous one, has completed."""
+        """True if the phase with this parity, which is the current or the previous one, has completed."""
         return self.phase & 1 != parity & 1
 
 
 def mbarrier_at(cta: Cta, offset: int) -> Mbarrier:
+    """The mbarrier at an offset of a CTA's shared memory. Raises Fault if none is initialized there."""
     barrier = cta.mbarriers.get(offset)
     if barrier is None:
         raise Fault(f"there is no initialized mbarrier at {offset:#x} of {cta}")
@@ -83,7 +88,7 @@ class NamedBarrier:
 
     def __init__(self, cta: Cta, number: int):
         self.cta, self.number = cta, number
-        self.expected: int | None = None  # threads, or None for all of the CTA
+        self.expected: int | None = None  # number of threads, or None for all of the CTA
         self.warps = self.arrived = 0
         self.clock: Clock | None = None  # what precedes the arrivals
         self.waiting: list[Parked] = []
@@ -93,6 +98,7 @@ class NamedBarrier:
         return f"barrier {self.number} of {self.cta}: {32 * self.warps} of {expected} threads arrived"
 
     def arrive(self, lanes_mask: int, expected: int | None) -> None:
+        """Counts the warps of these threads. expected: the barrier's threads, or None for all of the CTA."""
         if self.warps and expected != self.expected:
             raise Fault(f"a thread expects {expected} threads, others {self.expected}: {self}")
         # "When specifying a thread count, the value must be a multiple of the warp size." (PTX, bar)
@@ -104,7 +110,7 @@ class NamedBarrier:
         self.arrived |= lanes_mask
 
     def check(self) -> None:
-        """Lets all go on if everybody has arrived."""
+        """Releases the waiting threads if all have arrived."""
         if not self.warps:
             return
         live_warps = num_warps(self.cta.live)
@@ -123,6 +129,7 @@ class NamedBarrier:
 
 
 def named_barrier(cta: Cta, number: int) -> NamedBarrier:
+    """The CTA's barrier with this number, created if no thread has arrived at it."""
     # "Source operand a specifies a logical barrier resource as an immediate constant or register with value 0 through
     # 15." (PTX, bar)
     if not 0 <= number < 16:
@@ -160,7 +167,7 @@ class ClusterBarrier:
         self.check()
 
     def check(self) -> None:
-        # It waits for the threads that have not exited. (PTX, barrier.cluster)
+        # The phase ends when all threads of the cluster that have not exited have arrived. (PTX, barrier.cluster)
         if not self.arrived:
             return
         if any(cta.live & ~self.arrived.get(cta.rank, 0) for cta in self.cluster.ctas):
@@ -174,7 +181,7 @@ class ClusterBarrier:
             parked.release()
 
     def wait(self, cta: Cta, mask: int, block: int) -> None:
-        """Parks the threads of which the phase is not complete; the others go on at `block`."""
+        """Parks the threads whose phase is not complete; the other threads go on at `block`."""
         self.passed[cta.rank] = self.passed.get(cta.rank, 0) | mask  # they go on once all have arrived
         pending = self.arrived.get(cta.rank, 0) & mask
         if pending:

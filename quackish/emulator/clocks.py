@@ -1,4 +1,4 @@
-"""Vector clocks: what precedes what, and the accesses of memory that they are compared with.
+"""Vector clocks, which say what precedes what, and the accesses of memory that they are compared with.
 
 Each warp of a cluster counts epochs, and knows for every other warp the latest epoch that precedes its own present.
 Work that is asynchronous has components of its own in these clocks: an mbarrier (the copies that it tracks; an epoch is
@@ -13,25 +13,25 @@ from typing import Any, NamedTuple
 import numpy as np
 
 WARP = 32
-WAITED = "griddepcontrol.wait"  # a component of clocks: 1 if a thread has executed it
+WAITED = "griddepcontrol.wait"  # the owner of a component whose epoch is 1 once a thread has executed it
 GRANULE = 16  # bytes; a shadow becomes finer when a smaller access comes
 
-# What a clock says of the epochs of a component, the rows of an array:
-ORDERED = 0  # they precede
-SHARED, GLOBAL = 1, 2  # and a fence is in between, for the async proxy's accesses of this memory
-INITIALIZED = 3  # their mbarrier.init precede
+# The rows of `Clock.seen`. Each has the latest epoch of a component for which it holds that:
+ORDERED = 0  # it precedes
+SHARED, GLOBAL = 1, 2  # it precedes, and a fence for the async proxy's accesses of this memory is in between
+INITIALIZED = 3  # each mbarrier.init in it precedes
 _ROWS = 4
 
 
 class Clock(NamedTuple):
-    """What precedes something: of the cluster's components, and of those of other clusters, by their numbers."""
+    """What precedes something: epochs of the cluster's components, and of other clusters by number."""
 
     seen: np.ndarray  # (_ROWS, components) of int32. Later components have not been seen.
     others: dict[int, np.ndarray]
 
 
 def joined(a: Clock | None, b: Clock | None) -> Clock | None:
-    """What is in one of two clocks."""
+    """The clock of what precedes either of two things. None precedes nothing."""
     if a is None or b is None:
         return b if a is None else a
     return Clock(_maximum(a.seen, b.seen), merged(a.others, b.others))
@@ -46,6 +46,7 @@ def _maximum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def merged(a: dict[int, np.ndarray], b: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
+    """Joins what two clocks know of other clusters."""
     if a is b or not b:
         return a
     if not a:
@@ -54,12 +55,14 @@ def merged(a: dict[int, np.ndarray], b: dict[int, np.ndarray]) -> dict[int, np.n
 
 
 def _of_epoch(component: int, epoch: int) -> np.ndarray:
+    """A `Clock.seen` that knows one epoch of one component, in all rows but INITIALIZED."""
     seen = np.zeros((_ROWS, component + 1), np.int32)
     seen[:INITIALIZED, component] = epoch
     return seen
 
 
 def _fenced(seen: np.ndarray) -> np.ndarray:
+    """A copy of `Clock.seen` behind a fence for the async proxy's accesses of global memory."""
     result = seen.copy()
     result[GLOBAL] = result[ORDERED]
     return result
@@ -82,6 +85,7 @@ class Clocks:
         self.in_warp = np.zeros((num_warps, WARP), np.int32)
 
     def component(self, owner: Hashable) -> int:
+        """The number of an owner's component; a new owner gets the next number."""
         number = self.components.get(owner)
         if number is None:
             number = self.components[owner] = self.num_warps + len(self.components)
@@ -96,15 +100,17 @@ class Clocks:
         return Clock(_of_epoch(self.components[owner], epoch), {})
 
     def tick(self, warps: Any) -> None:
-        """What the warps do from now on is not covered by clocks that others have got."""
+        """Starts a new epoch of each warp: clocks that others have got do not cover it."""
         self.seen[ORDERED, warps, warps] += 1
 
     def release(self, warps: Any) -> Clock:
+        """The clock of all that the warps did until now. What they do next is in a new epoch."""
         clock = Clock(self.seen[:, warps].max(axis=1), functools.reduce(merged, [self.others[w] for w in warps]))
         self.tick(warps)
         return clock
 
     def acquire(self, warps: Any, clock: Clock | None) -> None:
+        """Orders what a clock knows before what the warps do from now on."""
         if clock is not None:
             width = clock.seen.shape[1]
             self.seen[:, warps, :width] = np.maximum(self.seen[:, warps, :width], clock.seen[:, None])
@@ -113,11 +119,11 @@ class Clocks:
                     self.others[warp] = merged(self.others[warp], clock.others)
 
     def fence_others(self, warp: int) -> None:
-        """Puts a fence for the async proxy's accesses of global memory behind what other clusters did before a warp."""
+        """Puts an async proxy fence for global memory behind what a warp knows of other clusters."""
         self.others[warp] = {number: _fenced(seen) for number, seen in self.others[warp].items()}
 
     def learn(self, warps: Any, component: int, epoch: int) -> None:
-        """The warps have waited for an epoch of asynchronous work."""
+        """Records that the warps have waited for an epoch of asynchronous work."""
         self.seen[:INITIALIZED, warps, component] = np.maximum(self.seen[:INITIALIZED, warps, component], epoch)
 
 
@@ -126,12 +132,13 @@ class Threads(NamedTuple):
 
     warps: np.ndarray  # the warps, in order
     which: np.ndarray  # the index of each thread's warp in `warps`
-    warp: np.ndarray  # of each thread
+    warp: np.ndarray  # the warp of each thread
     lane: np.ndarray
 
 
 @functools.lru_cache(4096)
 def threads_of(mask: int) -> Threads:
+    """The threads of a mask of a CTA's threads, in order."""
     data = np.frombuffer(mask.to_bytes(-(-mask.bit_length() // 8), "little"), np.uint8)
     threads = np.flatnonzero(np.unpackbits(data, bitorder="little"))
     warps, which = np.unique(threads // WARP, return_inverse=True)
@@ -156,7 +163,7 @@ class Events:
         is_async: bool,
         describe: Callable[[], str],
     ) -> np.ndarray:
-        """One event for each component."""
+        """Adds an event for each component, all with the same description. Returns their numbers."""
         first, count = len(self.descriptions), len(components)
         if first + count > len(self.component):
             for name in ("cluster", "component", "epoch", "is_async"):
@@ -174,6 +181,7 @@ class Events:
         return len(self.descriptions)
 
     def describe(self, event: int) -> str:
+        """The thread and the instruction of an event, in words."""
         describe = self.descriptions[event]
         assert describe is not None
         return describe()
@@ -192,7 +200,7 @@ class Shadow:
         self.read_lanes = np.zeros((count, 8), np.int8)
 
     def granules(self, offsets: np.ndarray, size: int) -> np.ndarray:
-        """The granules of accesses of `size` bytes: (accesses, granules of one)."""
+        """The granules of accesses of `size` bytes each, with shape (accesses, granules per access)."""
         if size < self.granule:
             self.refine(size)
         first = offsets.astype(np.intp) // self.granule
@@ -205,12 +213,13 @@ class Shadow:
         return chunks if steps == 1 else (chunks[:, None] * steps + np.arange(steps)).reshape(-1)
 
     def refine(self, size: int) -> None:
+        """Makes granules `size` bytes large; each gets the events of the larger one that it was in."""
         steps, self.granule = self.granule // size, size
         self.writes, self.write_lanes = self.writes.repeat(steps), self.write_lanes.repeat(steps)
         self.reads, self.read_lanes = self._repeated(self.reads, steps), self._repeated(self.read_lanes, steps)
 
     def _repeated(self, old: np.ndarray, steps: int) -> np.ndarray:
-        """Each row some times. Memory for columns that have no component yet is not touched."""
+        """Repeats each row `steps` times. Columns that no component uses yet stay untouched memory."""
         new = np.zeros((len(old) * steps, old.shape[1]), old.dtype)
         used = len(self.columns)
         if used:
@@ -218,6 +227,7 @@ class Shadow:
         return new
 
     def column(self, component: int) -> int:
+        """The column of a component's reads. Adding one may replace `reads` and `read_lanes`."""
         number = self.columns.get(component)
         if number is None:
             number = self.columns[component] = len(self.columns)
@@ -228,5 +238,5 @@ class Shadow:
         return number
 
     def components(self) -> np.ndarray:
-        """The components of the columns."""
+        """The component of each column."""
         return np.array(list(self.columns), np.intp)

@@ -21,7 +21,7 @@ COMPLETIONS = (AT_ONCE, LATE)
 _WORK_OF = "\n  asynchronous work of "
 
 
-# Takes what the work needs, and returns what is left to do: its writes.
+# A function that reads what the work needs, and returns a function that does its writes.
 Read = Callable[[], Callable[[], None]]
 
 
@@ -67,19 +67,20 @@ class Completion:
         self._queues: dict[Any, _Queue] = {}
 
     def located(self, work: Callable[..., Any]) -> Callable[..., Any]:
-        """Work that happens later; its faults name the instruction that executes now."""
+        """Wraps work that happens later, so that its faults name the instruction that executes now."""
         return _placed(work, self._place())
 
     # Copies that signal an mbarrier
 
     def copy(self, action: Callable[[], None]) -> None:
+        """Runs an action at once, or with late completion when no thread can go on."""
         if self.late:
             self._copies.append(_placed(action, self._place()))
         else:
             action()
 
     def complete_one_copy(self) -> bool:
-        """Completes a copy, chosen by chance. False if there is none."""
+        """Completes a copy, chosen at random. Returns False if there is none."""
         if not self._copies:
             return False
         self._copies.pop(self._draw.randrange(len(self._copies)))()
@@ -88,6 +89,7 @@ class Completion:
     # Work of a CTA that completes in the order of its issue
 
     def queue(self, cta: Any, thread: int, work: Callable[[], None]) -> None:
+        """Queues a thread's work. It runs at once if the CTA's queue is not late."""
         queue = self._queue_of(cta)
         if queue.is_late:
             queue.work.append(_placed(work, self._place()))
@@ -96,12 +98,13 @@ class Completion:
             work()
 
     def _queue_of(self, cta: Any) -> _Queue:
+        """The CTA's queue. With late completion half of the queues are late."""
         if cta not in self._queues:
             self._queues[cta] = _Queue(self.late and self._draw.random() < 0.5)
         return self._queues[cta]
 
     def announce(self, cta: Any, thread: int, signal: Callable[[], None]) -> None:
-        """Signals once all that the thread has queued is complete."""
+        """Calls `signal` once all that the thread has queued is complete."""
         queue = self._queue_of(cta)
         count = queue.issued_by.get(thread, 0)
 
@@ -114,6 +117,7 @@ class Completion:
     # Groups. An owner is (CTA, kind of work, thread or warp group).
 
     def issue(self, owner: tuple, read: Read) -> None:
+        """Adds work to the owner's open group. It runs at once if completion is not late."""
         if self.late:
             place = self._place()
             placed = _placed(lambda: _placed(read(), place), place)
@@ -122,13 +126,14 @@ class Completion:
             read()()
 
     def commit(self, owner: tuple) -> None:
+        """Closes the owner's open group."""
         if self.late:
             groups = self._groups.setdefault(owner, _Groups())
             groups.committed.append(groups.open)  # perhaps empty, which counts too
             groups.open = []
 
     def wait(self, owner: tuple, allowed: int, only_reads: bool = False) -> None:
-        """Completes all committed groups but the latest `allowed` ones; with `only_reads`, their reads alone."""
+        """Completes all committed groups but the latest `allowed` ones; `only_reads` leaves their writes."""
         groups = self._groups.get(owner)
         if groups is None:
             return
@@ -139,7 +144,10 @@ class Completion:
             _write(groups, max(len(groups.reads_done) - max(allowed - outstanding, 0), 0))
 
     def cta_exits(self, cta: Any) -> None:
-        """Shared memory is gone after this, so what reads it is done now. Writes wait for the end of the launch."""
+        """Does the reads of a CTA's work, because its shared memory is gone after this.
+
+        Writes wait for the end of the launch.
+        """
         if cta in self._queues:
             self._queues[cta].complete_all()
         for owner, groups in self._groups.items():
@@ -149,7 +157,7 @@ class Completion:
                 groups.committed, groups.open = [], []
 
     def finish(self) -> None:
-        """The end of the launch."""
+        """Completes all work that is left at the end of the launch."""
         for groups in self._groups.values():
             _write(groups, len(groups.reads_done))
         while self.complete_one_copy():
@@ -157,7 +165,7 @@ class Completion:
 
 
 def _placed(work: Callable[..., Any], place: Callable[[], str]) -> Callable[..., Any]:
-    """Work that happens later than its instruction, which its faults name."""
+    """Wraps work that happens later, so that its faults name the instruction that issued it."""
 
     def do(*args):
         try:
@@ -171,6 +179,7 @@ def _placed(work: Callable[..., Any], place: Callable[[], str]) -> Callable[...,
 
 
 def _write(groups: _Groups, count: int) -> None:
+    """Does the writes of the oldest `count` groups whose reads are done."""
     for group in groups.reads_done[:count]:
         for write in group:
             write()

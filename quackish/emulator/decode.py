@@ -34,8 +34,8 @@ class Block(NamedTuple):
     instructions: list[Instruction]  # one for each step, and the end's if it has one
     converged: str  # see isa.Form
     members: Reader | None  # for "members": the mask of each thread
-    chosen: Reader | None  # of the first instruction, if it is predicated: the other threads need not converge
-    polls: bool
+    chosen: Reader | None  # the first instruction's predicate, if it has one: the other threads need not converge
+    polls: bool  # see isa.Form
 
     @property
     def size(self) -> int:
@@ -53,14 +53,17 @@ class Program(NamedTuple):
     wgmma_bits: dict[int, int]  # row of a 32-bit register that wgmma uses -> its bit
 
     def location(self, block: int, index: int) -> str:
+        """Where an instruction comes from: its line in the PTX, its source line and its text."""
         instruction = self.blocks[block].instructions[index]
         return f"PTX line {instruction.line}, {instruction.source or 'no source line'}: {instruction.text[:120]}"
 
     def location_of_end(self, block: int) -> str:
+        """The location of a block's last instruction; empty for a block without instructions."""
         return self.location(block, -1) if self.blocks[block].instructions else ""
 
 
 def decode(entry: Entry) -> Program:
+    """Decodes an entry. Raises PtxError for an instruction that no chapter of `isa` declares."""
     return _Decoder(entry).program()
 
 
@@ -97,7 +100,7 @@ class _Decoder:
         return {self.operands.rows[name]: bit for name, bit in self.wgmma_bits.items()}
 
     def _loaded_late(self, forms: list[isa.Form]) -> set[str]:
-        """Registers that late loads write, and those that they are moved to."""
+        """The names of registers that late loads write, and of registers that these are moved to."""
         found: set[str] = set()
         moves = []
         for instruction, form in zip(self.entry.instructions, forms, strict=True):
@@ -141,6 +144,7 @@ class _Decoder:
         return Block(steps, end, instructions, converged, members, chosen, any(form.polls for form in forms))
 
     def _converged(self, instruction: Instruction, form: isa.Form) -> str:
+        """`form.converged`, except that a constant member mask of all threads means the warp."""
         if form.converged == "members" and instruction.predicate is None:
             members = instruction.operands[-1]
             if isinstance(members, Immediate) and members.bits % (1 << 32) == (1 << 32) - 1:
@@ -148,6 +152,7 @@ class _Decoder:
         return form.converged
 
     def _end(self, instruction: Instruction, form: isa.Form, following: int) -> Callable[[Lanes], int | None]:
+        """The function that ends a block. It returns the next block, or None if it has placed the threads."""
         if form.opcode in ("bra", "bra.uni") and instruction.predicate is not None:
             return self._branch(instruction, following)
         execute = self._control(instruction, form, following)
@@ -198,6 +203,7 @@ class _Decoder:
     # Instructions
 
     def _form(self, instruction: Instruction) -> isa.Form:
+        """The first declared form that an instruction's operands fit. Raises PtxError if none does."""
         forms = self.table.get(instruction.opcode)
         if forms is None:
             refuse(self.entry, instruction, "unknown instruction")
@@ -214,6 +220,7 @@ class _Decoder:
         return all(map(self._operand_fits, declared, instruction.operands))
 
     def _operand_fits(self, declared: str, operand: Any) -> bool:
+        """True if an operand fits a part of a signature, whose syntax `isa` describes."""
         declared = declared.strip().removeprefix("&")
         if declared.startswith("{"):
             count = int(declared[1:-1].partition("*")[2] or 1)
@@ -246,6 +253,7 @@ class _Decoder:
         return Not(instruction.predicate) if instruction.negated else instruction.predicate
 
     def _step(self, instruction: Instruction, form: isa.Form) -> Step:
+        """The function that executes an instruction which does not end its block."""
         step = self._value_step(instruction, form) if form.kind == "value" else self._action_step(instruction, form)
         if bits := self._wgmma_bits_of(instruction):
             step = _touching(step, bits, _is_move(instruction))
@@ -266,7 +274,7 @@ class _Decoder:
         return predicated
 
     def _deferred_move(self, instruction: Instruction, step: Step) -> Step:
-        """The step, which happens after the load of its sources if that is late."""
+        """Wraps a move. It happens after the load of its sources if that is pending."""
         sources = registers_in(instruction.operands[1:])
         if not sources or not sources <= self.operands.loaded_late:
             return step
@@ -281,7 +289,7 @@ class _Decoder:
         return move
 
     def _wgmma_bits_of(self, instruction: Instruction) -> int:
-        """The registers of `wgmma` that another instruction accesses."""
+        """The registers of `wgmma`, as bits, that an instruction other than `wgmma` accesses."""
         if not self.wgmma_bits or instruction.opcode.startswith("wgmma.mma_async"):
             return 0
         bits = 0
@@ -290,6 +298,7 @@ class _Decoder:
         return bits
 
     def _action_step(self, instruction: Instruction, form: isa.Form) -> Step:
+        """The step of an action: its function gets the values of the executing threads alone."""
         function = form.function
         readers = self.operands.readers(instruction, form)
         writers = [self.operands.writer(*pair, instruction) for pair in self.operands.results(instruction, form)]
@@ -306,6 +315,7 @@ class _Decoder:
         return act
 
     def _value_step(self, instruction: Instruction, form: isa.Form) -> Step:
+        """The step of a value: its function computes over the whole span of the threads."""
         function = form.function
         readers = []
         for declared, operand in zip(form.operands, instruction.operands[len(form.results) :], strict=True):
@@ -336,14 +346,14 @@ class _Decoder:
             return lambda lanes: put(lanes, function(first(lanes), second(lanes)))
         return lambda lanes: put(lanes, function(*[read(lanes) for read in readers]))
 
-    # Operands
-
 
 def _is_move(instruction: Instruction) -> bool:
     return instruction.opcode.split(".")[0] == "mov"
 
 
 def _touching(step: Step, bits: int, is_move: bool) -> Step:
+    """Wraps a step that accesses registers of `wgmma`: see `WgmmaRegisters.touch`."""
+
     def touch(lanes):
         lanes.cta.wgmma_registers.touch(lanes.warps(), bits, is_move)
         step(lanes)

@@ -32,11 +32,12 @@ class Ended:
     contents: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)  # checksums at its end
 
     def remember(self, bytes_at: Callable[[int, int], np.ndarray]) -> None:
+        """Keeps checksums of the tensors that it wrote, if the next launch may overlap it."""
         if self.lets_next_begin:
             self.contents = {tensor: _checksum(bytes_at(*tensor)) for tensor in self.written}
 
     def has_been_overwritten(self, regions: Iterable[tuple[int, int]], bytes_at: Callable) -> bool:
-        """Whether something other than a launch has written to the tensors that are still there.
+        """True if something other than a launch has written to tensors that are still there.
 
         Memory full of poison is a new tensor at the address of an old one.
         """
@@ -82,6 +83,7 @@ class DependentLaunch:
         self.running = running
 
     def check(self, addresses: np.ndarray, size: int, clocks: Any, warp: int, verb: str) -> None:
+        """Raises Fault if a warp accesses what an earlier launch may still write. verb: for the message."""
         # ".wait modifier causes the executing thread to wait until all prerequisite grids in flight have completed and
         # all the memory operations from the prerequisite grids are performed and made visible to the current grid."
         component = clocks.components.get(WAITED)

@@ -27,11 +27,12 @@ class Semantics(NamedTuple):
     is_strong: bool
     releases: bool
     acquires: bool
-    writes: bool  # of an atomic operation
+    writes: bool  # a load that also writes: an atomic operation
 
 
 @functools.cache
 def semantics(opcode: str) -> Semantics:
+    """Reads an opcode such as atom.acquire.gpu.global.add.u32."""
     # Without .sem, atom and red are relaxed. (PTX, atom and red)
     parts = opcode.split(".")
     is_atomic = parts[0] in ("atom", "red")
@@ -67,6 +68,7 @@ class GlobalRaces:
             self._check(tensor, shadow, addresses, size, which)
 
     def write(self, tensor: tuple[int, int], addresses: np.ndarray, size: int, which: Any = slice(None)) -> None:
+        """Threads write `size` bytes at addresses; those that `which` selects are in the tensor."""
         meaning = semantics(self.races.grid.opcode)
         self._check_launch(addresses[which], size, "writes")
         if meaning.is_strong:
@@ -74,6 +76,7 @@ class GlobalRaces:
         self._record(tensor, addresses, size, which)
 
     def _check_launch(self, addresses: np.ndarray, size: int, verb: str) -> None:
+        """Raises Fault if an earlier launch may still write what is accessed here."""
         if self.dependent.running:
             lanes = self.races.grid.executing
             for warp in self.races.warps(lanes).tolist():
@@ -86,7 +89,7 @@ class GlobalRaces:
         return shadow
 
     def _warps(self, count: int) -> tuple[Clocks, np.ndarray, np.ndarray]:
-        """(clocks, the warps that execute the instruction, the warp of each of its addresses)."""
+        """Returns (clocks, the warps that execute the instruction, the warp of each of its addresses)."""
         lanes = self.races.grid.executing
         warps = self.races.warps(lanes)
         if count != lanes.count:  # one of several threads' atomic operations
@@ -95,6 +98,7 @@ class GlobalRaces:
         return lanes.cta.cluster.clocks, warps, threads.warp + first
 
     def _record(self, tensor: tuple[int, int], addresses: np.ndarray, size: int, which: Any) -> None:
+        """Records the executing warps as the last writers of the granules."""
         clocks, warps, warp = self._warps(len(addresses))
         shadow = self._shadow(tensor)
         events = self.events.add(clocks, warps, clocks.seen[ORDERED, warps, warps], False, self.races.grid.place())
@@ -102,6 +106,7 @@ class GlobalRaces:
         shadow.writes[granules] = events[np.searchsorted(warps, warp[which])][:, None]
 
     def _check(self, tensor: tuple[int, int], shadow: Shadow, addresses: np.ndarray, size: int, which: Any) -> None:
+        """Raises Fault if nothing orders a read after the last write of its granules."""
         granules = shadow.granules(addresses[which] - np.uint64(tensor[0]), size)
         found = shadow.writes[granules]
         if found.any():
@@ -118,7 +123,7 @@ class GlobalRaces:
                 )
 
     def _late(self, found: np.ndarray, clocks: Clocks, warp: Any, row: int) -> np.ndarray:
-        """Which events are not in a row of the clocks of these warps."""
+        """Returns which of the found events the warps' clocks do not cover. row: ORDERED or GLOBAL."""
         cluster, component = self.events.cluster[found], self.events.component[found]
         epoch = self.events.epoch[found]
         is_own = cluster == clocks.number
@@ -139,6 +144,7 @@ class GlobalRaces:
     # Strong operations
 
     def _synchronize(self, addresses: np.ndarray, meaning: Semantics, is_store: bool = False) -> None:
+        """Lets strong operations at these addresses release and acquire clocks."""
         lanes = self.races.grid.executing
         clocks, warps = lanes.cta.cluster.clocks, self.races.warps(lanes)
         places = set(addresses.tolist())
@@ -161,6 +167,7 @@ class GlobalRaces:
                     self.released.pop(place, None)
 
     def _acquire(self, clocks: Clocks, warps: np.ndarray, places: list[int], meaning: Semantics) -> None:
+        """Lets warps see what was released at the places; with a relaxed operation, after their next fence."""
         if not places or self.races.grid.opcode.startswith("red"):
             # "atomic reductions conceptually perform a strong read as part of its read-modify-write sequence, this
             # strong read does not form an acquire pattern." (PTX, Release and Acquire Patterns)
@@ -210,6 +217,7 @@ class GlobalRaces:
             )
 
     def _rows(self, tensor: tuple[int, int], addresses: np.ndarray, size: int) -> tuple[Shadow, np.ndarray]:
+        """The tensor's shadow, and the granules of rows of `size` bytes, which may have to be refined."""
         shadow = self._shadow(tensor)
         offsets = addresses - np.uint64(tensor[0])
         common = int(np.bitwise_or.reduce(offsets)) | size | shadow.granule
@@ -226,6 +234,7 @@ class GlobalRaces:
         return f"global memory, byte {offset} of {tensor[1]} at {tensor[0]:#x}"
 
     def _raise(self, tensor: tuple[int, int], offset: int, who: str, event: int) -> None:
+        """Raises the Fault about an access, and about the write `event` that nothing orders before it."""
         if self.events.is_async[event]:
             missing = "nothing has waited for the end (cp.async.bulk.wait_group, without .read) of asynchronous work"
         elif self.events.cluster[event] == self.races.grid.executing.cta.cluster.clocks.number:

@@ -10,7 +10,7 @@ class Gpu:
     """What the emulator knows about a GPU. Any object with these attributes will do."""
 
     name: str
-    target: str  # of the compiler, such as "sm_90a"
+    target: str  # the compiler's target, such as "sm_90a"
     sm_count: int
     smem_bytes: int = 232_448  # shared memory that one CTA can use
     smem_bytes_per_sm: int = 233_472
@@ -28,7 +28,7 @@ NAMED = {gpu.name.lower(): gpu for gpu in _KNOWN}
 
 
 def find(gpu: Any) -> Any:
-    """The GPU of a name; an object with the attributes of `Gpu` is returned as it is."""
+    """Returns the GPU with a name; returns an object with the attributes of `Gpu` as it is."""
     if isinstance(gpu, str):
         if gpu.lower() not in NAMED:
             raise ValueError(f"gpu is {gpu!r}; expected one of {', '.join(NAMED)}, or an emulator.Gpu")
@@ -48,7 +48,7 @@ def capability(gpu: Any) -> tuple[int, int]:
 
 
 def can_run(gpu: Any, target: str) -> bool:
-    """Whether the GPU runs PTX with the directive `.target`."""
+    """True if the GPU runs PTX with the directive `.target`."""
     # Without a suffix: on this architecture and later ones. With "a": on this one alone. With "f": on later ones of the
     # same major version. (PTX, .target)
     (compiled, suffix), (own, _) = _split(target), _split(gpu.target)
@@ -58,6 +58,7 @@ def can_run(gpu: Any, target: str) -> bool:
 
 
 def _split(target: str) -> tuple[int, str]:
+    """Splits a target: sm_90a is (90, a)."""
     match = re.fullmatch(r"sm_(\d+)([af]?)", target)
     if match is None:
         raise ValueError(f"target is {target!r}; expected a name such as 'sm_90a'")

@@ -21,20 +21,22 @@ from quackish.emulator.races import Races
 from quackish.emulator.threads import VIEW_OF_TYPE, WARP, WARP_MASK, Cta, Lanes, num_warps, warp_masks, whole_warps
 
 MAX_CTAS_PER_SM = 32  # compute capabilities 9.0 and 10.x
-RESERVED_SHARED_BYTES = 1024  # of each CTA, by the system
-BLOCKS_PER_TURN = 64  # of a CTA, before another one's turn
-SPLIT_CHANCE = 0.25  # that only some of the warps at an instruction run
-SLOW_CHANCE = 0.5  # that half of the CTAs of a launch, and half of the warps, are slow
-ROUNDS_OF_THE_QUICK = 100  # until slow CTAs and warps get a turn even if the others can go on
-MAX_ROUNDS_WITHOUT_COPY = 1000  # of all CTAs: threads that change memory while they poll must not starve a copy
+RESERVED_SHARED_BYTES = 1024  # the system's part of each CTA's shared memory
+BLOCKS_PER_TURN = 64  # blocks that a CTA runs before another CTA's turn
+SPLIT_CHANCE = 0.25  # chance that only some of the warps at an instruction run
+SLOW_CHANCE = 0.5  # chance that half of a launch's CTAs, and half of its warps, are slow
+ROUNDS_OF_THE_QUICK = 100  # rounds until slow CTAs and warps get a turn even if others can go on
+MAX_ROUNDS_WITHOUT_COPY = 1000  # threads that change memory while they poll must not starve a copy for longer
 
 
 class Cluster:
+    """The CTAs of a cluster, and what they share. first: the index of its first CTA in the grid."""
+
     def __init__(self, grid: "Grid", first: tuple[int, int, int]):
         self.grid = grid
         self.size = math.prod(grid.cluster_dimensions)
         self.barrier = ClusterBarrier(self)
-        self.meetings: dict[tuple, Any] = {}  # see isa.tcgen05: of warps of a CTA pair
+        self.meetings: dict[tuple, Any] = {}  # warps that wait for their peer CTA: see isa.tensor_allocation
         self.clocks = Clocks(self.size * -(-grid.num_threads // WARP), grid.num_clusters)
         grid.num_clusters += 1
         x, y, _ = grid.cluster_dimensions
@@ -45,7 +47,7 @@ class Cluster:
 
 
 class Grid:
-    """One launch."""
+    """One launch: which CTAs are resident, whose turn it is, and what is counted. Call `run` once."""
 
     def __init__(
         self,
@@ -72,11 +74,11 @@ class Grid:
         self._running: tuple[Any, ...] = ()
         self.executing: Lanes  # the threads that execute the instruction, without those whose predicate is false
         self.has_slow = self.draw.random() < SLOW_CHANCE
-        self.keeps_slow_back = False  # in this round
-        self.num_clusters = 0  # that have begun
+        self.keeps_slow_back = False  # True if slow CTAs and warps get no turn in this round
+        self.num_clusters = 0  # clusters that have begun
         self._expired: set = set()  # states in which time limits have passed
-        self.num_events = 0  # grows with all that threads can wait for
-        self.num_phases = 0  # of barriers
+        self.num_events = 0  # grows with everything that a thread can wait for
+        self.num_phases = 0  # completed phases of barriers
         # griddepcontrol; waits_first: some CTA waits before it lets the next launch begin
         self.waits_for_previous = self.waits_first = self.lets_next_begin = False
         self.mmas = self.flops = 0
@@ -85,12 +87,13 @@ class Grid:
         self.ctas_on_sm = [0] * gpu.sm_count
         self.tensor_memories: dict[int, Any] = {}  # SM -> tensor_memory.TensorMemory
         self.tensor_memory_columns = 0
-        self.cta_group = 0  # of the tcgen05 instructions, once one is executed
+        self.cta_group = 0  # the .cta_group of all tcgen05 instructions; 0 before the first one
         self._check(getattr(launch, "cooperative", False))
 
     # Residency
 
     def _check(self, cooperative: bool) -> None:
+        """Raises Fault if a GPU would refuse the launch."""
         required = self.program.entry.directives.get("reqntid")
         if required and (*required, 1, 1)[:3] != self.block:
             raise Fault(f"a launch with {self.block} threads of a kernel that requires {required}")
@@ -111,6 +114,7 @@ class Grid:
 
     @property
     def ctas_per_sm(self) -> int:
+        """How many CTAs fit on an SM at once."""
         limits = [
             MAX_CTAS_PER_SM,
             self.gpu.threads_per_sm // (-(-self.num_threads // WARP) * WARP),
@@ -122,6 +126,7 @@ class Grid:
 
     @property
     def max_resident(self) -> int:
+        """How many CTAs fit on the GPU at once."""
         return self.ctas_per_sm * self.gpu.sm_count
 
     @property
@@ -131,6 +136,7 @@ class Grid:
     # The launch
 
     def run(self) -> None:
+        """Runs all CTAs to their end. Raises Fault if they break a rule or deadlock."""
         x, y, z = self.cluster_dimensions
         grid_x, grid_y, grid_z = self.dimensions
         waiting = [(i, j, k) for k in range(0, grid_z, z) for j in range(0, grid_y, y) for i in range(0, grid_x, x)]
@@ -185,7 +191,7 @@ class Grid:
         return True
 
     def _admit(self, first: tuple[int, int, int]) -> Cluster:
-        """A cluster becomes resident: its CTAs are on the SMs that have the fewest, on different ones if possible."""
+        """Makes a cluster resident, on the SMs with the fewest CTAs, each CTA on another SM if possible."""
         cluster, used, most = Cluster(self, first), set[int](), self.ctas_per_sm
         for cta in cluster.ctas:
             cta.sm = min(enumerate(self.ctas_on_sm), key=lambda item: (item[1] == most, item[0] in used, item[1]))[0]
@@ -195,7 +201,7 @@ class Grid:
         return cluster
 
     def _retire(self, cluster: Cluster) -> bool:
-        """Whether all threads of a cluster have exited, which then makes room for another one."""
+        """True if all threads of a cluster have exited; then its CTAs' places are free."""
         if any(cta.live for cta in cluster.ctas):
             return False
         for cta in cluster.ctas:
@@ -216,11 +222,11 @@ class Grid:
             cta.slow_threads = sum(self._half(warps))
 
     def _half(self, items: list) -> list:
-        """Half of the items, by chance; of an odd number perhaps one more."""
+        """Half of the items, drawn at random; of an odd number perhaps one more."""
         return self.draw.sample(items, (len(items) + self.draw.randrange(2)) // 2)
 
     def _turn(self, cta: Cta) -> bool:
-        """Runs fragments of a CTA until none can, all have polled, or the turn is over, which returns True."""
+        """Runs fragments of a CTA until none can run or all have polled; True if its turn ends before."""
         cta.yielded.clear()
         blocks = 0
         while blocks < BLOCKS_PER_TURN:
@@ -236,7 +242,7 @@ class Grid:
         return True
 
     def _runnable(self, cta: Cta) -> list[tuple[int, int]]:
-        """(block, threads) that can run now. Of a warp that has diverged, the part that is furthest behind runs.
+        """Returns (block, threads) that can run now: of a diverged warp, the part that is furthest behind.
 
         "furthest behind" is the block that comes first in the PTX, which lets the parts of a warp come together again.
         """
@@ -253,7 +259,7 @@ class Grid:
         return choices
 
     def _converged(self, cta: Cta, block: int, mask: int) -> int:
-        """The threads of `mask` with which all have come that must execute the block together."""
+        """The threads of `mask` that can execute the block: all that must do so with them have come."""
         needed = self.program.blocks[block].converged
         if not needed or not mask:
             return mask
@@ -269,6 +275,7 @@ class Grid:
         return result
 
     def _with_members(self, cta: Cta, block: int, mask: int) -> int:
+        """`_converged` where the block's instruction has a member mask."""
         current, result = self.program.blocks[block], 0
         read = current.members
         assert read is not None
@@ -337,7 +344,7 @@ class Grid:
             block = following
 
     def _others(self, cta: Cta, mask: int) -> bool:
-        """Whether threads of the same warps are elsewhere."""
+        """True if other threads of the same warps are elsewhere."""
         warps = whole_warps(mask)
         return any(other & warps for other in cta.fragments.values()) or any(
             parked.mask & warps for parked in cta.parked
@@ -346,6 +353,7 @@ class Grid:
     # Faults
 
     def _deadlock(self, resident: list[Cluster], num_waiting: int) -> Fault:
+        """The Fault of a deadlock. It lists what threads wait for, at most 24 groups of them."""
         ctas = [cta for cluster in resident for cta in cluster.ctas]
         loops = any(self._converged(cta, *fragment) for cta in ctas for fragment in cta.fragments.items())
         why = "threads loop, and no other thread will change what they wait for" if loops else "no thread can go on"
@@ -362,7 +370,7 @@ class Grid:
         return Fault("\n".join(lines))
 
     def place(self) -> Callable[[], str]:
-        """Describes the instruction that executes now, also later."""
+        """Returns a function that describes the instruction that executes now, even if called later."""
         cta, lanes, block, steps = self._running
         step = self._index(block, steps)
         return lambda: f"{cta.describe()}, {lanes.describe()}\n    at {self.program.location(block, step)}"
@@ -379,7 +387,7 @@ class Grid:
         return current.size - 1 if steps is None else len(current.steps) - operator.length_hint(steps) - 1
 
     def _located(self, error: Exception) -> Exception:
-        """A fault, with where it happened. Other errors are the emulator's own."""
+        """Adds to an error where it happened. Any error but a Fault is the emulator's own."""
         kind: Callable[[str], Exception] = Fault if isinstance(error, Fault) else RuntimeError
         prefix = "" if isinstance(error, Fault) else f"the emulator failed: {type(error).__name__}: "
         if type(error) is NotImplementedError:
@@ -445,6 +453,7 @@ _CONVERGENCE = {
 
 
 def _digest(ctas: list[Cta]) -> bytes:
+    """A hash of the CTAs' registers, and of where their threads are."""
     digest = hashlib.blake2b()
     for cta in ctas:
         digest.update(repr((sorted(cta.fragments.items()), len(cta.parked))).encode())

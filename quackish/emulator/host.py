@@ -43,10 +43,10 @@ class Launch(NamedTuple):
     shared_bytes: int  # dynamic shared memory
     cooperative: bool  # all CTAs are resident together, or the launch fails
     programmatic: bool  # may start before the launch in front of it ends: programmatic dependent launch
-    parameter_addresses: int  # of an array with the address of each parameter
+    parameter_addresses: int  # the address of an array with the address of each parameter
 
     def parameters(self, layout: Iterable[tuple[int, int]]) -> bytes:
-        """The parameter space, with parameter i at (offset, size) `layout[i]`, which the PTX states."""
+        """Copies the parameters into the bytes of the parameter space. layout: (offset, size) of each."""
         layout = list(layout)
         space = bytearray(max((offset + size for offset, size in layout), default=0))
         addresses = (ctypes.c_void_p * len(layout)).from_address(self.parameter_addresses) if layout else ()
@@ -88,7 +88,7 @@ class HostCode:
 
 
 def export(compiled: Any) -> Exported:
-    """The result of `cute.compile` with --enable-tvm-ffi and --keep-ptx as data. See `load`."""
+    """Turns a result of `cute.compile` with --enable-tvm-ffi and --keep-ptx into data for `load`."""
     ptx = getattr(compiled, "__ptx__", None)
     if not ptx:
         raise ValueError(
@@ -107,7 +107,7 @@ def export(compiled: Any) -> Exported:
 
 
 def load(exported: Exported, gpu: Any) -> HostCode:
-    """The host code, which finds itself on the GPU `gpu`."""
+    """Links host code with the shim and loads it. Raises ToolMissing without a compiler or linker."""
     import tvm_ffi  # which loads its own library
 
     with tempfile.TemporaryDirectory(prefix="emulator-") as folder:
@@ -139,6 +139,8 @@ class _Call:
 
 
 class _Running(threading.local):
+    """The calls of host code on each thread, innermost last."""
+
     def __init__(self):
         self.calls: list[_Call] = []
 
@@ -166,6 +168,7 @@ _ON_LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Config), ctypes.c_ch
 
 
 def _handle(config: Any, kernel: bytes, parameter_addresses: int) -> int:
+    """Called by the shim for each launch. It must not raise through C: the error is kept in the call."""
     call = _running.calls[-1]
     try:
         call.handler(_launch(config.contents, kernel, parameter_addresses))
@@ -176,6 +179,7 @@ def _handle(config: Any, kernel: bytes, parameter_addresses: int) -> int:
 
 
 def _launch(config: _Config, kernel: bytes, parameter_addresses: int) -> Launch:
+    """Reads a cudaLaunchConfig_t. Raises NotImplementedError for a launch attribute that is unknown."""
     cluster, cooperative, programmatic = (1, 1, 1), False, False
     for i in range(config.num_attributes):
         attribute = _Attribute.from_address(config.attributes + i * ctypes.sizeof(_Attribute))
@@ -200,7 +204,7 @@ def _launch(config: _Config, kernel: bytes, parameter_addresses: int) -> Launch:
 
 
 def device_attributes(gpu: Any) -> dict[int, int]:
-    """Numbers of cudaDeviceAttr and their values."""
+    """What the shim answers to host code: {number of a cudaDeviceAttr: value}."""
     major, minor = capability(gpu)
     return {
         5: 2**31 - 1,  # cudaDevAttrMaxGridDimX
@@ -225,6 +229,7 @@ def _shim() -> bytes:
 
 
 def _run(program: str, *args: Any, folder: str) -> None:
+    """Runs a program in `folder`. Raises ToolMissing if it is not in PATH, RuntimeError if it fails."""
     path = shutil.which(program)
     if path is None:
         raise ToolMissing(

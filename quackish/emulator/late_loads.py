@@ -14,14 +14,16 @@ Register = tuple[str, int]  # width, row
 
 
 class Load:
+    """A load of one warp that has not finished."""
+
     def __init__(self, registers: Iterable[Register], steps: list[Callable[[], None]], number: int):
-        self.registers = set(registers)  # those that it writes, and those that they are moved to
-        self.steps = steps  # what is to do: the load and the moves. Nothing, if work completes at once.
-        self.number = number  # of the warp's loads, for `tensor_races`
+        self.registers = set(registers)  # the registers that it writes, and those that these are moved to
+        self.steps = steps  # the load and the moves, to be done; empty if work completes at once
+        self.number = number  # its number among the warp's loads, for `tensor_races`
 
 
 def begin(cta: Cta, warp: int, registers: Iterable[Register], load: Callable[[], None], number: int) -> None:
-    """Loads now or later. A load that has not finished when its thread exits was of no use."""
+    """Loads now, or with late completion when the warp needs it. Loads that nothing needs are dropped."""
     steps = []
     if cta.grid.completion.late:
         steps.append(cta.grid.completion.located(load))
@@ -47,7 +49,7 @@ def finish(lanes: Lanes, register: Register | None = None) -> None:
 
 
 def defer(lanes: Lanes, sources: set[Register], targets: set[Register], move: Callable[[Lanes], None]) -> bool:
-    """Lets a move happen with the load that writes its sources. False if they are not those of one pending load."""
+    """Makes a move wait for the load of its sources. False if no single pending load writes them all."""
     cta, found = lanes.cta, []
     for warp in lanes.warps():
         loads = cta.pending_loads.get(warp, [])

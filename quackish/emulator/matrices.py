@@ -27,6 +27,7 @@ class Descriptor(NamedTuple):
 
 
 def _field(bits: int, first: int, last: int) -> int:
+    """Bits `first` to `last`, both included."""
     return bits >> first & ((1 << (last - first + 1)) - 1)
 
 
@@ -61,12 +62,14 @@ def descriptor_sm100(bits: int) -> Descriptor:
 
 
 def _refuse_bits(bits: int, reserved: list[tuple[int, int]], what: str) -> None:
+    """Raises Fault if a bit in one of the reserved ranges is set."""
     for first, last in reserved:
         if _field(bits, first, last):
             raise Fault(f"{what}, {bits:#018x}, has reserved bits set between {first} and {last}")
 
 
 def _descriptor(bits: int, swizzle: Swizzle) -> Descriptor:
+    """The fields that both kinds of descriptors share."""
     # "The value of base offset is 0 when the repeating pattern of the specified swizzling mode starts" at a multiple of
     # 1024, 512 or 256 bytes. "This is valid for all swizzling modes except the no-swizzle mode."
     if _field(bits, 49, 51) and swizzle is not Swizzle.NONE:
@@ -142,7 +145,7 @@ def _indices(rows: int, width: int, descriptor: Descriptor, mn_major: bool) -> n
 
 
 def accumulator_to_registers(d: np.ndarray) -> np.ndarray:
-    """(64, n) -> (n / 2, 128): register i of each thread. (wgmma's figure of accumulator matrix D)
+    """Converts (64, n) to (n / 2, 128): register i of each thread. (wgmma's figure of matrix D)
 
     Register i has row 16 * warp + 8 * (i / 2 % 2) + group and column 8 * (i / 4) + 2 * (t % 4) + i % 2.
     """
@@ -158,7 +161,7 @@ def registers_to_accumulator(registers: np.ndarray) -> np.ndarray:
 
 
 def registers_to_a(registers: np.ndarray, element: str) -> np.ndarray:
-    """(4, 128) registers as uint32 -> A as fp32, (64, 32 bytes). (wgmma's figures of multiplicand A in registers)
+    """Converts (4, 128) uint32 registers to A as fp32, (64, 32 bytes). (wgmma: A in registers)
 
     Register i has row 16 * warp + 8 * (i % 2) + group and the 4 bytes of columns at 4 * (t % 4) + 16 * (i / 2).
     """
@@ -196,7 +199,10 @@ _D_F16 = {("f16", "f16"), *((a, b) for a in _AB_TYPES["f8f6f4"].values() for b i
 
 
 def instruction_descriptor(bits: int, kind: str, ctas: int) -> InstructionDescriptor:
-    """`kind` is "f16", "tf32" or "f8f6f4", `ctas` is 1 or 2 (.cta_group). (Instruction descriptor; Matrix Shape)"""
+    """Decodes an instruction descriptor. (Instruction descriptor; Matrix Shape)
+
+    `kind` is "f16", "tf32" or "f8f6f4"; `ctas` is 1 or 2 (.cta_group).
+    """
     if bits & (1 << 6 | 1 << 23 | 1 << 29):
         raise Fault(f"instruction descriptor {bits:#010x} has reserved bits set: 6, 23 and 29 must be 0")
     if _field(bits, 0, 3) or _field(bits, 30, 31):
@@ -223,7 +229,7 @@ def lanes_of_rows(m: int, ctas: int) -> np.ndarray:
 
 
 def tensor_words_to_a(words: np.ndarray, element: str) -> np.ndarray:
-    """(rows, 8) words of tensor memory -> A as fp32, (rows, 32 bytes of k)."""
+    """Converts (rows, 8) words of tensor memory to A as fp32, (rows, 32 bytes of k)."""
     unsigned = {1: np.uint8, 2: np.uint16, 4: np.uint32}[ELEMENT_BYTES[element]]
     return _TO_F32[element](np.ascontiguousarray(words).view(unsigned))
 
@@ -235,6 +241,8 @@ TENSOR_SHAPES = {"32x32b": 1, "16x32bx2": 1, "16x64b": 1, "16x128b": 2, "16x256b
 
 
 class TensorFragment(NamedTuple):
+    """Which words of tensor memory the registers of a warp hold."""
+
     lanes: np.ndarray  # (registers, 32)
     columns: np.ndarray
     width: int  # columns from the first to the last one
@@ -242,9 +250,10 @@ class TensorFragment(NamedTuple):
 
 @functools.cache
 def tensor_fragment(shape: str, count: int, half_offset: int = 0, packed: bool = False) -> TensorFragment:
-    """`count` is .num. `half_offset` is where the second half of .16x32bx2 begins. (Matrix fragments)
+    """The fragment of a load or store. (Matrix fragments)
 
-    With `packed`, a register has two adjacent columns, and `columns` has the first of them.
+    `count` is .num, and `half_offset` is where the second half of .16x32bx2 begins. With `packed`, a register has two
+    adjacent columns, and `columns` has the first of them.
     """
     thread = np.arange(32)[None, :]
     r = np.arange(TENSOR_SHAPES[shape] * count)[:, None]
@@ -274,6 +283,7 @@ class TensorAddress(NamedTuple):
 
 
 def tensor_address(bits: int) -> TensorAddress:
+    """Decodes an address. Raises Fault if it is outside tensor memory."""
     address = TensorAddress(bits >> 16, bits & 0xFFFF)
     if address.lane >= 128 or address.column >= 512:
         raise Fault(f"address {bits:#010x} is outside tensor memory: lane {address.lane}, column {address.column}")

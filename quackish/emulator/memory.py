@@ -38,6 +38,7 @@ class GlobalMemory:
         self._set(find_regions(None))
 
     def _set(self, regions: Iterable[tuple[int, int]]) -> None:
+        """Replaces the known regions."""
         self._bases: list[int] = []
         self._ends: list[int] = []
         self._views: list[dict[int, np.ndarray]] = []
@@ -47,7 +48,7 @@ class GlobalMemory:
             self._views.append({})
 
     def _index(self, low: int, high: int) -> int:
-        """The region that has the bytes from `low` to `high`."""
+        """The region that has the bytes from `low` to `high`. Raises Fault if none has."""
         found = self._lookup(low, high)
         for generation in range(3):
             if found < 0:
@@ -58,10 +59,12 @@ class GlobalMemory:
         return found
 
     def _lookup(self, low: int, high: int) -> int:
+        """The known region that has the bytes from `low` to `high`; -1 if none has."""
         found = bisect.bisect_right(self._bases, low) - 1
         return found if found >= 0 and high <= self._ends[found] else -1
 
     def _nearest(self, address: int) -> str:
+        """Where the nearest tensor is, for the message of a Fault."""
         if not self._bases:
             return ": no tensor is known"
         nearest = min(
@@ -74,14 +77,15 @@ class GlobalMemory:
         return f", at byte {address - base} of the nearest one, which has {end - base} bytes"
 
     def _tensor(self, region: int) -> tuple[int, int]:
-        """(address, bytes) of a region."""
+        """Returns (address, bytes) of a region."""
         return self._bases[region], self._ends[region] - self._bases[region]
 
     def tensor_at(self, addresses: np.ndarray, size: int) -> tuple[int, int]:
-        """(address, bytes) of the region that has `size` bytes after each address."""
+        """Returns (address, bytes) of the region that has `size` bytes after each address."""
         return self._tensor(self._index(int(addresses.min()), int(addresses.max()) + size))
 
     def _view(self, region: int, width: int) -> np.ndarray:
+        """A region as words of `width` bytes, without a copy."""
         views = self._views[region]
         if width not in views:
             base, size = self._bases[region], self._ends[region] - self._bases[region]
@@ -102,6 +106,7 @@ class GlobalMemory:
             yield threads, self._view(region, width), self._indices(addresses[threads], region, width), region
 
     def _indices(self, addresses: np.ndarray, region: int, width: int) -> np.ndarray:
+        """The indices of addresses in a region's view of this width."""
         offsets = addresses - np.uint64(self._bases[region])
         if self._bases[region] % width:
             raise Fault(f"a tensor at {self._bases[region]:#x} is not aligned to its elements of {width} bytes")
@@ -185,6 +190,7 @@ class SharedMemory:
         self.races: Any = None  # races.SharedRaces: told of the accesses that instructions make here
 
     def check(self, low: int, high: int) -> None:
+        """Raises Fault unless the CTA has the bytes from `low` to `high`."""
         if low < SYSTEM_SHARED_BYTES or high > self.size:
             raise Fault(
                 f"access of shared memory at [{low:#x}, {high:#x}); "
@@ -192,29 +198,33 @@ class SharedMemory:
             )
 
     def _indices(self, offsets: np.ndarray, width: int, count: int) -> np.ndarray:
+        """The indices of words. Raises Fault for accesses that are misaligned or out of bounds."""
         _check_alignment(offsets, width * count, "shared")
         self.check(int(offsets.min()), int(offsets.max()) + width * count)
         return (offsets // offsets.dtype.type(width)).astype(np.intp)
 
     def load(self, offsets: np.ndarray, width: int, count: int) -> np.ndarray:
+        """`count` elements of `width` bytes for each offset: an unsigned array (offsets, count)."""
         indices = self._indices(offsets, width, count)
         self.races.read(offsets, width * count)
         return self.views[width][indices[:, None] + _STEPS[count]]
 
     def store(self, offsets: np.ndarray, values: list[np.ndarray]) -> None:
+        """Stores values[i] at the i-th element after each offset."""
         width = values[0].dtype.itemsize
         self._indices(offsets, width, len(values))  # checks them
         self.races.write(offsets, width * len(values))
         self.put(offsets, values)
 
     def put(self, offsets: np.ndarray, values: list[np.ndarray]) -> None:
-        """A store of which `races` knows already."""
+        """Stores as `store` does, without telling `races`, which knows of it already."""
         width = values[0].dtype.itemsize
         indices = self._indices(offsets, width, len(values))
         for i, value in enumerate(values):
             self.views[width][indices + i] = value
 
     def bytes_at(self, offset: int, size: int) -> np.ndarray:
+        """The bytes themselves, to read or to write. The caller tells `races`."""
         self.check(offset, offset + size)
         return self.bytes[offset : offset + size]
 
@@ -231,7 +241,7 @@ class HostRegions:
         self._storages: dict[int, Any] = {}  # the storage's struct -> weak reference
 
     def __call__(self, generation: int | None) -> list[tuple[int, int]]:
-        """(address, bytes) of all that is known and alive, and of tensors in a generation of the garbage collector.
+        """Returns (address, bytes) of all known regions; finds more in a generation of the garbage collector.
 
         Looking at all objects takes 0.2 s, and nearly all of them are in the oldest generation, 2, where few new
         tensors are.
@@ -250,6 +260,7 @@ class HostRegions:
         return list(regions.items())
 
     def _find(self, generation: int) -> None:
+        """Remembers the storages of CPU tensors among the objects of a generation."""
         import torch
         from torch.multiprocessing.reductions import StorageWeakRef
 

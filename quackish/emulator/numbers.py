@@ -16,7 +16,7 @@ Array = Any  # a numpy array or scalar
 
 # GPUs return these for every NaN that arithmetic makes, and drop payloads.
 NAN_F32 = np.uint32(0x7FFFFFFF).view(np.float32)
-NAN_16 = np.uint16(0x7FFF)  # of bf16 and of fp16
+NAN_16 = np.uint16(0x7FFF)  # the NaN of bf16 and of fp16
 
 _TINY = np.float32(2.0**-126)  # the smallest normal number of fp32
 _LOW_29, _HALF_29 = np.uint64(0x1FFFFFFF), np.uint64(0x10000000)  # the bits of fp64 that fp32 lacks, and half of them
@@ -80,15 +80,17 @@ def sqrt(a: Array) -> Array:
 
 
 def minimum(a: Array, b: Array, nan: bool = False) -> Array:
-    """The number if one operand is NaN; with `nan`, which is PTX's `.NaN`, NaN."""
+    """The smaller operand. If one is NaN, the other one; with `nan`, which is PTX's `.NaN`, NaN."""
     return _extreme(np.minimum if nan else np.fmin, np.bitwise_or, a, b)
 
 
 def maximum(a: Array, b: Array, nan: bool = False) -> Array:
+    """The larger operand. NaN is treated as in `minimum`."""
     return _extreme(np.maximum if nan else np.fmax, np.bitwise_and, a, b)
 
 
 def _extreme(choose: Callable[..., Array], sign_of_zeros: Callable[..., Array], a: Array, b: Array) -> Array:
+    """The minimum or maximum. sign_of_zeros: combines the bits of two zeros."""
     result = canonical(choose(np.asarray(a, np.float32), np.asarray(b, np.float32)))
     if _some(result == 0):
         # "If values of both inputs are 0.0, then +0.0 > -0.0."
@@ -222,7 +224,7 @@ def e4m3_to_f32(bits: Array) -> Array:
 
 
 def f32_to_bf16(x: Array, rounding: str = "rn") -> Array:
-    """`rounding` is "rn" or "rz"."""
+    """Rounds to the bits of bf16. `rounding` is "rn" or "rz"."""
     x = np.asarray(x, np.float32)
     bits = x.view(np.uint32)
     if rounding == "rn":
@@ -232,7 +234,7 @@ def f32_to_bf16(x: Array, rounding: str = "rn") -> Array:
 
 
 def f32_to_f16(x: Array, rounding: str = "rn") -> Array:
-    """`rounding` is "rn" or "rz"."""
+    """Rounds to the bits of fp16. `rounding` is "rn" or "rz"."""
     x = np.asarray(x, np.float32)
     half = x.astype(np.float16)
     bits = half.view(np.uint16)
@@ -242,6 +244,7 @@ def f32_to_f16(x: Array, rounding: str = "rn") -> Array:
 
 
 def _with_nan(x: Array, bits: Array) -> Array:
+    """Bits of 16-bit results, with the GPU's NaN where `x` is NaN."""
     nan = np.isnan(x)
     return np.where(nan, NAN_16, bits) if _some(nan) else bits
 
@@ -255,9 +258,10 @@ _TO_INTEGRAL = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil
 
 
 def f32_to_integer(x: Array, rounding: str, dtype: Any) -> Array:
-    """Out-of-range values saturate. `rounding` is "rni", "rzi", "rmi" or "rpi".
+    """Rounds to an integer type; values out of range saturate.
 
-    NaN gives "Zero if source is not .f64 and destination is not .s64, .u64", else "1 << (BitWidth(dst) - 1)".
+    `rounding` is "rni", "rzi", "rmi" or "rpi". NaN gives "Zero if source is not .f64 and destination is not .s64,
+    .u64", else "1 << (BitWidth(dst) - 1)".
     """
     info, value = np.iinfo(dtype), _TO_INTEGRAL[rounding](_f64(x))
     below, above = value <= info.min, value >= info.max
@@ -273,6 +277,7 @@ _ONE_BF16, _ONE_F16, _MINUS_ZERO = np.uint16(0x3F80), np.uint16(0x3C00), np.uint
 
 
 def fma_bf16(a: Array, b: Array, c: Array) -> Array:
+    """a * b + c with one rounding: exact, or rounded to odd, until the last step."""
     exact = _odd_fma(*map(bf16_to_f32, (a, b, c)))
     # To fp32, to odd again, and to bf16.
     single = exact.astype(np.float32)
@@ -288,6 +293,7 @@ def fma_f16(a: Array, b: Array, c: Array) -> Array:
 
 
 def _odd_fma(a: Array, b: Array, c: Array) -> Array:
+    """a * b + c in fp64, rounded to odd."""
     product, c = _product(a, b), _f64(c)
     return _odd(np.asarray(product + c), product, c)
 
@@ -301,6 +307,7 @@ def add_f16(a: Array, b: Array) -> Array:
 
 
 def mul_bf16(a: Array, b: Array) -> Array:
+    """The product. Adding -0 keeps the sign of a product that is zero."""
     return fma_bf16(a, b, _MINUS_ZERO)
 
 
@@ -343,6 +350,7 @@ def each32(function: Callable[..., Array], *packed: Array) -> Array:
 
 
 def _each(function: Callable[..., Array], whole: type, part: type, packed: tuple[Array, ...]) -> Array:
+    """Applies a function to all parts of packed arrays."""
     arrays = np.broadcast_arrays(*(np.asarray(x, whole) for x in packed))
     parts: Any = (np.ascontiguousarray(x).view(part) for x in arrays)
     return np.ascontiguousarray(function(*parts)).view(whole).reshape(arrays[0].shape)

@@ -28,6 +28,7 @@ Reader = Callable[[Lanes], Any]
 
 
 def refuse(entry: Entry, instruction: Instruction, why: str) -> NoReturn:
+    """Raises PtxError about an instruction."""
     raise PtxError(
         f"{why}: {instruction.opcode}\n  {instruction.text[:200]}\n  PTX line {instruction.line}, "
         f"{instruction.source or 'no source line'}, kernel {entry.title}"
@@ -49,6 +50,7 @@ def _view(type_: str) -> str:
 
 
 def width_of(type_: str) -> str:
+    """The width of registers that hold a type: pred, or b16 and wider."""
     return "pred" if type_ == "pred" else f"b{max(bits_of(type_), 16)}"
 
 
@@ -63,11 +65,12 @@ _DTYPES: dict[str, Any] = {
 
 
 def dtype_of(type_: str) -> Any:
+    """The numpy type in which values of a PTX type are computed."""
     return _DTYPES["pred" if type_ == "pred" else _view(type_)]
 
 
 class Operands:
-    """The registers and symbols of an entry."""
+    """The registers and symbols of an entry, and functions that read and write them."""
 
     def __init__(self, entry: Entry):
         self.entry = entry
@@ -78,9 +81,10 @@ class Operands:
             self.rows[name] = self.register_counts.get(width, 0)
             self.register_counts[width] = self.rows[name] + 1
         self.symbols, self.static_shared_bytes = _layout(entry)
-        self.loaded_late: set[str] = set()  # registers that instructions write which do not wait for their data
+        self.loaded_late: set[str] = set()  # registers that late loads write, or moves of these; set by `decode`
 
     def _registers_in_use(self) -> dict[str, None]:
+        """The names of registers in instructions, in the order of their rows."""
         used: dict[str, None] = {}
 
         def visit(operand):
@@ -101,10 +105,11 @@ class Operands:
         return used
 
     def key(self, register: str) -> late_loads.Register:
+        """A register as `late_loads` knows it."""
         return self.entry.registers[register], self.rows[register]
 
     def _finishing_loads(self, register: Register, access: Callable) -> Callable:
-        """An access of a register, after the late loads that write it."""
+        """Wraps an access of a register: late loads that write it finish first."""
         if register.name not in self.loaded_late:
             return access
         key = self.key(register.name)
@@ -124,7 +129,7 @@ class Operands:
         return [self.executing_reader(declared.strip(), operand, instruction) for declared, operand in pairs]
 
     def executing_reader(self, declared: str, operand: Any, instruction: Instruction) -> Reader:
-        """Values of the executing threads alone."""
+        """A reader of values of the executing threads alone."""
         if declared.startswith("&"):
             indices = tuple(self.rows[register.name] for register in operand.items)
             return lambda lanes: indices
@@ -143,7 +148,7 @@ class Operands:
         return lambda lanes: lanes.active(read(lanes))
 
     def reader(self, declared: str, operand: Any, instruction: Instruction) -> Reader:
-        """Values over the span of the lanes, or one value for all."""
+        """A reader of values over the span of the lanes, or of one value for all."""
         type_ = declared.removeprefix("~")
         if isinstance(operand, Address):
             return self._address_reader(type_[1:-1], operand, instruction)
@@ -188,6 +193,7 @@ class Operands:
         return read
 
     def _symbol_reader(self, type_: str, symbol: Symbol, instruction: Instruction) -> Reader:
+        """A reader of a parameter's offset, or of a shared variable's address."""
         dtype = dtype_of(type_)
         if symbol.name in self.entry.parameters:
             value = dtype(self.entry.parameters[symbol.name].offset + symbol.offset)
@@ -206,13 +212,13 @@ class Operands:
         return lambda lanes: read(lanes) + offset
 
     def _row(self, type_: str, register: Register) -> tuple[int, int]:
-        """(view, row) of a register seen as a type of its width."""
+        """Returns (view, row) of a register seen as a type of its width."""
         return VIEW_OF_TYPE["pred" if type_ == "pred" else _view(type_)], self.rows[register.name]
 
     # Writers
 
     def results(self, instruction: Instruction, form: isa.Form) -> list[tuple[str, Any]]:
-        """(type, operand) of each result, pairs and vectors taken apart."""
+        """Returns (type, operand) for each result; pairs and vectors are taken apart."""
         results: list[tuple[str, Any]] = []
         for declared, operand in zip(form.results, instruction.operands, strict=False):
             declared = declared.strip()
@@ -228,7 +234,7 @@ class Operands:
         return results
 
     def writer(self, declared: str, operand: Any, instruction: Instruction) -> Callable[[Lanes, Any], None]:
-        """Stores values of the executing threads alone."""
+        """A writer that takes values of the executing threads alone."""
         if isinstance(operand, Sink):
             return lambda lanes, values: None
         view, row, convert = self._destination(declared, operand, instruction)
@@ -242,7 +248,7 @@ class Operands:
         return self._finishing_loads(operand, write)
 
     def span_writer(self, declared: str, operand: Any, instruction: Instruction) -> Callable[[Lanes, Any], None]:
-        """Stores values over the span, for the executing threads."""
+        """A writer that takes values over the span, and stores those of the executing threads."""
         if isinstance(operand, Sink):
             return lambda lanes, values: None
         view, row, convert = self._destination(declared, operand, instruction)
@@ -265,7 +271,7 @@ class Operands:
         return self._finishing_loads(operand, write_unconverted if convert is _unconverted else write)
 
     def _destination(self, declared: str, operand: Any, instruction: Instruction):
-        """(view, row, conversion) of a register that gets values of a type, perhaps a narrower one."""
+        """Returns (view, row, conversion) of a register that gets values of a type, perhaps a narrower one."""
         if not isinstance(operand, Register):
             refuse(self.entry, instruction, f"{operand} cannot be a result")
         type_ = declared.removeprefix("~")

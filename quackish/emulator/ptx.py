@@ -65,10 +65,10 @@ Operand = Register | Immediate | Special | Symbol | Sink | Not | Pair | Vector |
 
 class Instruction(NamedTuple):
     predicate: Register | None
-    negated: bool  # whether it runs where the predicate is false
+    negated: bool  # it runs where the predicate is false
     opcode: str  # with all modifiers
     operands: tuple[Any, ...]  # Operand; which kind follows from the opcode
-    line: int  # of the PTX text, from 1
+    line: int  # its line in the PTX, from 1
     source: str  # "file:line" of the code it was compiled from, or ""
     text: str
 
@@ -84,6 +84,8 @@ class SharedSymbol(NamedTuple):
 
 
 class Entry(NamedTuple):
+    """A kernel: an `.entry` of the PTX."""
+
     name: str
     parameters: dict[str, Parameter]
     parameter_bytes: int
@@ -103,7 +105,7 @@ class Entry(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Its name in the source, and where that is."""
+        """The kernel's name in its source, and where that is."""
         source = next((instruction.source for instruction in self.instructions if instruction.source), "")
         return f"{self.source_name} ({source})" if source else self.source_name
 
@@ -121,6 +123,7 @@ _REGISTER_WIDTHS = {1: "b16", 2: "b16", 4: "b32", 8: "b64", 16: "b128"}
 
 
 def parse(text: str) -> Module:
+    """Parses a module. Raises PtxError for text that it cannot read."""
     text = _without_comments(text)
     target = re.search(r"^\s*\.target\s+(\w+)", text, re.M)
     if target is None:
@@ -146,11 +149,13 @@ _SHARED = re.compile(r"\.shared\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)(?:\[
 
 
 def _shared_symbols(text: str) -> Iterator[tuple[str, SharedSymbol]]:
+    """Yields (name, symbol) for each shared variable that the text declares."""
     for align, type_, name, count in _SHARED.findall(text):
         yield name, SharedSymbol(int(align or SIZES[type_]), SIZES[type_] * int(count or 0))
 
 
 def _entry(text: str, match: re.Match, module_shared: dict, files: dict[int, str], newlines: list[int]) -> Entry:
+    """Parses one entry. match: its name; newlines: the positions of line ends, for line numbers."""
     end_of_parameters = text.index(")", match.end())
     parameters, parameter_bytes = _parameters(text[match.end() : end_of_parameters])
     begin = text.index("{", end_of_parameters)
@@ -172,6 +177,7 @@ _PARAMETER = re.compile(
 
 
 def _parameters(text: str) -> tuple[dict[str, Parameter], int]:
+    """Returns ({name: parameter}, bytes of the parameter space)."""
     parameters, offset = {}, 0
     for declaration in filter(None, (part.strip() for part in text.split(","))):
         match = _PARAMETER.match(declaration)
@@ -207,6 +213,7 @@ class _Body:
         self.source = ""
 
     def parse(self) -> None:
+        """Reads statements up to the brace that closes the entry."""
         while True:
             match = self._STATEMENT.match(self.text, self.position)
             if match is None:
@@ -228,9 +235,11 @@ class _Body:
                 self._statement(" ".join(match["statement"].split()), self._line(match.start("statement")))
 
     def _line(self, position: int) -> int:
+        """The number of the line at a position, from 1."""
         return bisect.bisect_left(self.newlines, position) + 1
 
     def _open_scope(self) -> None:
+        """Enters a scope, and gives its labels names that are unique in the entry."""
         self.num_scopes += 1
         scope: dict[str, str] = {}
         depth, end = 1, self.position
@@ -242,6 +251,7 @@ class _Body:
         self.scopes.append(scope)
 
     def _renamed(self, name: str) -> str:
+        """The unique name of a register or label, by the innermost scope that declares it."""
         for scope in reversed(self.scopes):
             if name in scope:
                 return scope[name]

@@ -32,7 +32,7 @@ from quackish.emulator.errors import Fault
 
 
 class AsyncRaces:
-    """The accesses of memory of one CTA by asynchronous work."""
+    """The accesses of memory of one CTA by asynchronous work. Methods raise Fault for a race."""
 
     def __init__(self, races: "Races", cta: Any, size: int):
         self.races, self.cta = races, cta
@@ -42,13 +42,13 @@ class AsyncRaces:
     # Asynchronous work. Its issuer is one warp, or the four of a warp group.
 
     def read_later(self, granules: np.ndarray, warps: list[int], component: int, epoch: int) -> None:
-        """Work that reads granules until its component reaches an epoch."""
+        """Records work that reads granules until its component reaches an epoch."""
         self._check_issue(granules, warps, component, "reads")
         column = self.shadow.column(component)  # may replace the arrays
         self.shadow.reads[granules, column] = self._async_event(component, epoch)
 
     def write_later(self, granules: np.ndarray, warps: list[int], component: int, epoch: int) -> None:
-        """Work that writes granules until its component reaches an epoch."""
+        """Records work that writes granules until its component reaches an epoch."""
         self._check_issue(granules, warps, component, "writes")
         shadow = self.shadow
         width = len(shadow.columns)
@@ -63,9 +63,11 @@ class AsyncRaces:
         shadow.writes[granules] = self._async_event(component, epoch)
 
     def _async_event(self, component: int, epoch: int) -> int:
+        """Adds the event of work that is issued now."""
         return int(self.races.events.add(self.clocks, [component], epoch, True, self.races.grid.place())[0])
 
     def _check_issue(self, granules: np.ndarray, warps: list[int], component: int, verb: str) -> np.ndarray:
+        """Checks that the last writes of granules precede work that `warps` issue now."""
         found, events = self.shadow.writes[granules], self.races.events
         seen = self.clocks.seen[ORDERED, warps].min(axis=0)
         late = events.epoch[found] > seen[events.component[found]]
@@ -77,7 +79,7 @@ class AsyncRaces:
         return found
 
     def _in_order(self, earlier: np.ndarray, component: int) -> np.ndarray:
-        """Which of the earlier components do their work before that of this one without being waited for."""
+        """True for earlier components that finish before this one's work without being waited for."""
         # "some specific pairs of the asynchronous tcgen05 instructions form tcgen05 pipelines, where in the two
         # asynchronous operations are guaranteed to execute in the same order as the instructions that issued them",
         # such as tcgen05.mma and tcgen05.mma. (PTX, Pipelined tcgen05 Instructions)
@@ -87,10 +89,11 @@ class AsyncRaces:
     # Faults
 
     def _where(self, granule: int) -> str:
+        """The place of a granule in words."""
         raise NotImplementedError
 
     def _raise(self, granule: int, verb: str, by: str, event: int, other: str) -> None:
-        """verb: "reads" or "writes". other: what the earlier event does, "read" or "write"."""
+        """Raises the Fault. verb: "reads" or "writes"; other: what the earlier event does, read or write."""
         events = self.races.events
         if events.is_async[event]:
             why = f"and nothing has waited for the end of asynchronous work that {other}s it"
@@ -99,6 +102,7 @@ class AsyncRaces:
         raise Fault(f"race: {by} {verb} {self._where(granule)}, {why}\n  the {other} is of {events.describe(event)}")
 
     def _warp(self, event: int) -> str:
+        """The warp of an event and its CTA in words."""
         rank, warp = divmod(int(self.races.events.component[event]), self.cta.num_warps)
         return f"{warp} of {self.cta.cluster.ctas[rank]}"
 
@@ -126,6 +130,7 @@ class SharedRaces(AsyncRaces):
     # Instructions of threads
 
     def read(self, offsets: np.ndarray, size: int) -> None:
+        """The executing threads read `size` bytes at offsets."""
         threads, rank_warp = self.races.threads(len(offsets))
         shadow = self.shadow
         granules = shadow.granules(offsets, size)
@@ -137,6 +142,7 @@ class SharedRaces(AsyncRaces):
         shadow.read_lanes[granules, column] = threads.lane[:, None]
 
     def write(self, offsets: np.ndarray, size: int) -> None:
+        """The executing threads write `size` bytes at offsets."""
         threads, rank_warp = self.races.threads(len(offsets))
         shadow = self.shadow
         granules = shadow.granules(offsets, size)
@@ -154,12 +160,14 @@ class SharedRaces(AsyncRaces):
             )
 
     def _event(self, threads: Threads, rank_warp: int) -> np.ndarray:
+        """Adds an event for each warp of the executing threads."""
         actors = threads.warps + rank_warp
         return self.races.events.add(
             self.clocks, actors, self.clocks.seen[ORDERED, actors, actors], False, self.races.grid.place()
         )
 
     def _check_writes(self, granules: np.ndarray, threads: Threads, rank_warp: int, verb: str) -> None:
+        """Checks that the last writes of granules precede the threads' accesses."""
         found = self.shadow.writes[granules]
         if not found.any():
             return
@@ -181,6 +189,7 @@ class SharedRaces(AsyncRaces):
             self._raise(granules[i, j], verb, self._thread(threads, i), found[i, j], "write")
 
     def _check_reads(self, granules: np.ndarray, threads: Threads, rank_warp: int) -> None:
+        """Checks that the last reads of granules precede the threads' writes."""
         shadow, events = self.shadow, self.races.events
         width = len(shadow.columns)
         found = shadow.reads[granules, :width]
@@ -238,14 +247,15 @@ class Races:
     # Who acts now
 
     def warps(self, lanes: Any) -> np.ndarray:
-        """The components of warps of a CTA."""
+        """The components of the warps of these threads."""
         return threads_of(lanes.mask).warps + self.first_warp(lanes.cta)
 
     def first_warp(self, cta: Any) -> int:
+        """The component of a CTA's first warp."""
         return cta.rank * cta.num_warps
 
     def threads(self, count: int) -> tuple[Threads, int]:
-        """The threads of the `count` addresses of the instruction that executes now."""
+        """Returns the threads of the executing instruction's `count` addresses, and their CTA's `first_warp`."""
         lanes = self.grid.executing
         threads = threads_of(lanes.mask)
         if len(threads.warp) != count:  # addresses of rows of matrices, which belong to warps
@@ -256,9 +266,11 @@ class Races:
     # Order
 
     def release(self, lanes: Any) -> Clock:
+        """The clock of what the warps of these threads did until now."""
         return lanes.cta.cluster.clocks.release(self.warps(lanes))
 
     def acquire(self, lanes: Any, clock: Clock | None) -> None:
+        """Orders what a clock knows before what these threads do from now on."""
         clocks, warps = lanes.cta.cluster.clocks, self.warps(lanes)
         clocks.acquire(warps, clock)
         self.order_warp(lanes)
@@ -270,12 +282,12 @@ class Races:
         self.acquire(others, clock)
 
     def order_warp(self, lanes: Any) -> None:
-        """Threads of the same warp go on after what the others of them did."""
+        """Orders what threads of these warps did before what the others do from now on."""
         threads = threads_of(lanes.mask)
         lanes.cta.cluster.clocks.in_warp[threads.warp + self.first_warp(lanes.cta), threads.lane] = self.events.count
 
     def now(self, lanes: Any) -> tuple[int, int]:
-        """(warp, epoch) of what the first of the threads does now."""
+        """Returns (warp, epoch) of what the first of the threads does now."""
         warp = int(self.warps(lanes)[0])
         return warp, int(lanes.cta.cluster.clocks.seen[ORDERED, warp, warp])
 
@@ -297,6 +309,7 @@ class Races:
         barrier.users.add(user)
 
     def fence(self, lanes: Any, opcode: str) -> None:
+        """Records a fence or membar of these threads."""
         clocks, warps = lanes.cta.cluster.clocks, self.warps(lanes)
         if opcode.startswith("fence.mbarrier_init"):
             # "the synchronizing effect of the fence only applies to the prior mbarrier.init operations executed by the
@@ -317,6 +330,7 @@ class Races:
         clocks.tick(warps)
 
     def wait_for_launch_before(self, lanes: Any) -> None:
+        """Records griddepcontrol.wait of these threads."""
         clocks = lanes.cta.cluster.clocks
         clocks.learn(self.warps(lanes), clocks.component(WAITED), 1)
 
@@ -334,12 +348,12 @@ class Races:
     # Asynchronous work
 
     def copy_to(self, cta: Any, granules: np.ndarray, thread: int, issuer: Any, barrier: Any) -> None:
-        """A thread of another CTA, or the same one, issues a copy to a CTA's shared memory that an mbarrier tracks."""
+        """Records a copy to a CTA's shared memory that an mbarrier tracks. issuer: the CTA of `thread`."""
         component = cta.cluster.clocks.component(barrier)
         cta.shared.races.write_later(granules, [self.first_warp(issuer) + thread // WARP], component, barrier.phase + 1)
 
     def carry(self, lanes: Any, thread: int, barrier: Any) -> None:
-        """The end of a phase comes after what the thread did before this instruction."""
+        """Orders what the thread did before this instruction before the end of the mbarrier's phase."""
         clocks, warp = lanes.cta.cluster.clocks, self.first_warp(lanes.cta) + thread // WARP
         barrier.arrived = joined(barrier.arrived, clocks.release([warp]))
 
@@ -370,7 +384,7 @@ class Races:
         cta.shared.races.read_later(granules, list(range(first, first + 4)), component, epoch)
 
     def product_of(self, cta: Any, thread: int) -> tuple[list[int], int, int]:
-        """(the warp, component, epoch) of a tcgen05.mma that a thread issues."""
+        """Returns ([warp], component, epoch) of a tcgen05.mma that a thread issues."""
         component, epoch = self.group(cta, ("tcgen05.mma", thread))
         cta.cluster.clocks.products.add(component)
         return [self.first_warp(cta) + thread // WARP], component, epoch
@@ -384,10 +398,11 @@ class Races:
         return joined(before, clocks.of_epoch((cta.rank, owner), epoch))
 
     def group(self, cta: Any, owner: Hashable) -> tuple[int, int]:
-        """(component, epoch) of the open group of an owner."""
+        """Returns (component, epoch) of the open group of an owner."""
         return cta.cluster.clocks.component((cta.rank, owner)), self.groups.get((cta, owner), 0) + 1
 
     def commit(self, cta: Any, owner: Hashable) -> None:
+        """Closes the open group of an owner."""
         self.groups[cta, owner] = self.groups.get((cta, owner), 0) + 1
 
     def wait(self, lanes: Any, owner: Hashable, allowed: int, writes: Hashable = None) -> None:

@@ -30,9 +30,10 @@ class RegisterPool:
         self.cta, self.at_launch = cta, at_launch
         self.free = 0
         self.owned: dict[int, int] = {}  # warp -> registers per thread, once they have changed
-        self.waiting: list[tuple[int, int, Any]] = []  # (warp, registers per thread, its threads)
+        self.waiting: list[tuple[int, int, Any]] = []  # (warp, registers per thread, its Parked)
 
     def decrease(self, lanes: Any, count: int) -> None:
+        """Gives registers back, for which warps may wait. count: registers per thread from now on."""
         _check(count)
         if self.at_launch is None:
             return
@@ -62,6 +63,7 @@ class RegisterPool:
         return self.owned.get(warp, self.at_launch)
 
     def _needs(self, warp: int, count: int) -> int:
+        """The registers that a warp takes from the pool; negative if it gives some back."""
         return WARP * (count - self._owned(warp))
 
     def _set(self, warp: int, count: int) -> None:

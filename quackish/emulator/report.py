@@ -15,20 +15,22 @@ class LaunchReport:
     block: tuple[int, int, int]
     cluster: tuple[int, int, int]
     mmas: int  # matrix instructions
-    flops: int  # of matrix instructions
+    flops: int  # those of matrix instructions
     # Requested from global memory, without loads that poll (acquire, relaxed, volatile) and atom.cas. A multicast copy
     # counts once.
     bytes_read: int
     bytes_written: int  # requested of global memory; an atomic operation reads and writes
-    barrier_phases: int  # that completed: mbarriers, barriers of CTAs and of clusters
-    shared_bytes: int  # of a CTA
-    tensor_memory_columns: int  # of a CTA, at most
-    instructions: int  # of warps. Where threads poll, their number depends on the seed.
+    barrier_phases: int  # completed ones: of mbarriers, barriers of CTAs and of clusters
+    shared_bytes: int  # per CTA
+    tensor_memory_columns: int  # the most that a CTA had allocated at once
+    instructions: int  # counted once per warp. Where threads poll, the number depends on the seed.
     seconds: float
 
 
 @dataclasses.dataclass
 class Report:
+    """What `emulator.record` yields: its settings, and its launches so far, oldest first."""
+
     completion: str
     seed: Any
     how_to_repeat: str = ""

@@ -5,7 +5,7 @@ from typing import Any
 
 
 class Swizzle(enum.Enum):
-    """(bits, chunk): within 128 bytes of shared memory, chunks of `2 ** chunk` bytes change places."""
+    """A value is (bits, chunk): `2 ** bits` neighboring chunks of `2 ** chunk` bytes change places."""
 
     NONE = (0, 4)
     B32 = (1, 4)

@@ -53,7 +53,7 @@ class Window(NamedTuple):
 
     addresses: np.ndarray  # uint64, of each row in global memory; its shape is that of the outer dimensions
     row_bytes: int
-    part: tuple[slice, ...]  # of the box as an array of bytes of shape `TensorMap.byte_shape`
+    part: tuple[slice, ...]  # where they are in the box, as an array of shape `TensorMap.byte_shape`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class TensorMap:
     address: int
     element: str  # such as "bf16"
     sizes: tuple[int, ...]
-    strides: tuple[int, ...]  # in bytes, of dimensions 1 and above
+    strides: tuple[int, ...]  # bytes; dimension 0 has none
     box: tuple[int, ...]
     swizzle: Swizzle
 
@@ -77,7 +77,7 @@ class TensorMap:
 
     @property
     def byte_shape(self) -> tuple[int, ...]:
-        """The box as an array of bytes, slowest dimension first."""
+        """The shape of the box as an array of bytes, slowest dimension first."""
         return (*reversed(self.box[1:]), self.box[0] * self.element_bytes)
 
     @property
@@ -86,7 +86,7 @@ class TensorMap:
         return int(np.prod(self.byte_shape))
 
     def window(self, coordinates: tuple[int, ...]) -> Window:
-        """What a box at `coordinates` has of the tensor; no rows if it is outside."""
+        """The part of a box at `coordinates` that is inside the tensor; without rows if none is."""
         if len(coordinates) != self.rank:
             raise Fault(f"{len(coordinates)} coordinates for a tensor map of rank {self.rank}: {self}")
         # "The address of the bounding Box must also be aligned to 16 bytes." (PTX, bounding box) Otherwise an H200 ends
@@ -146,7 +146,7 @@ class TensorMap:
 
 
 def decode(data: bytes) -> TensorMap:
-    """The tensor map in 128 bytes. Raises Fault if no map can be like that, NotImplementedError for unknown bits."""
+    """Decodes 128 bytes. Raises Fault if no map can be like that, NotImplementedError for unknown bits."""
     return _decode(bytes(data[:_MEANINGFUL]))
 
 
@@ -188,6 +188,7 @@ def _decode(data: bytes) -> TensorMap:
 
 
 def _check(tensor_map: TensorMap) -> None:
+    """Raises Fault for what the driver refuses."""
     if tensor_map.address % 16:
         raise Fault(f'"globalAddress [...] must be 16 byte aligned": {tensor_map}')
     inner = tensor_map.byte_shape[-1]

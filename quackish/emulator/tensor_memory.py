@@ -11,7 +11,7 @@ from quackish.emulator.errors import Fault
 from quackish.emulator.threads import Cta, Parked
 
 LANES, COLUMNS = 128, 512
-POISON = 0xFFFFFFFF  # of a word that nobody has written: NaN as a float
+POISON = 0xFFFFFFFF  # a word that nobody has written: NaN as a float
 
 
 class TensorMemory:
@@ -37,9 +37,9 @@ class Share:
     def __init__(self, cta: Cta, memory: TensorMemory):
         self.cta, self.memory = cta, memory
         self.allocated: dict[int, int] = {}  # first column -> columns
-        self.last_count = COLUMNS  # of the latest allocation
-        self.has_permit = True  # to allocate
-        self.has_collected = False  # whether the collector buffer holds an A that may be used again
+        self.last_count = COLUMNS  # columns of the latest allocation
+        self.has_permit = True  # it may allocate
+        self.has_collected = False  # the collector buffer holds an A that may be used again
 
     def check_allocation(self, count: int) -> None:
         if not self.has_permit:
@@ -55,6 +55,7 @@ class Share:
             raise Fault(f"tcgen05.alloc of {count} columns after one of {self.last_count}; they may not increase")
 
     def allocate(self, column: int, count: int) -> None:
+        """Gives free columns to the CTA, and poisons them."""
         self.allocated[column] = self.last_count = count
         self.memory.owners[column : column + count] = [self.cta] * count
         self.memory.words[:, column : column + count] = POISON
@@ -63,6 +64,7 @@ class Share:
         grid.num_events += 1
 
     def free(self, column: int, count: int) -> None:
+        """Frees an allocation, and lets warps that wait for columns try again."""
         # "The operand taddr must point to a previous Tensor Memory allocation."
         if self.allocated.get(column) != count:
             raise Fault(f"tcgen05.dealloc of {count} columns at {column}; {self._has()}")
@@ -74,7 +76,7 @@ class Share:
             parked.release()
 
     def check(self, lane: int, column: int, count: int) -> None:
-        """An access that begins at a lane and has some columns."""
+        """Raises Fault unless the CTA has allocated `count` columns from `column` on."""
         end = column + count
         if lane >= LANES or end > COLUMNS or any(owner is not self.cta for owner in self.memory.owners[column:end]):
             raise Fault(
@@ -93,6 +95,7 @@ class Share:
 
 
 def share_of(cta: Cta) -> Share:
+    """The CTA's share of its SM's tensor memory, created on first use."""
     if cta.tensor_memory is None:
         cta.tensor_memory = Share(cta, cta.grid.tensor_memories.setdefault(cta.sm, TensorMemory()))
     return cta.tensor_memory

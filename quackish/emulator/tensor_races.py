@@ -24,6 +24,7 @@ class TensorRaces(AsyncRaces):
 
     @staticmethod
     def granules(lanes: np.ndarray, column: int, count: int) -> np.ndarray:
+        """The granules of `count` columns in the groups of these lanes."""
         groups = np.flatnonzero(np.bincount(lanes.reshape(-1) // GROUP, minlength=LANES // GROUP))
         return (groups[:, None] * COLUMNS + np.arange(column, column + count)).reshape(-1)
 
@@ -44,6 +45,7 @@ class TensorRaces(AsyncRaces):
         self._learn("tcgen05.ld", warp, number)
 
     def store(self, warp: int, lanes: np.ndarray, column: int, count: int) -> None:
+        """A warp issues a store."""
         self.write_later(self.granules(lanes, column, count), *self._begin("tcgen05.st", warp))
 
     def stored(self, warp: int) -> None:
@@ -51,18 +53,20 @@ class TensorRaces(AsyncRaces):
         self._learn("tcgen05.st", warp, self.races.group(self.cta, ("tcgen05.st", warp))[1] - 1)
 
     def _begin(self, kind: str, warp: int) -> tuple[list[int], int, int]:
+        """Starts a group of one access. Returns (warps, component, epoch), as `read_later` takes them."""
         component, epoch = self.races.group(self.cta, (kind, warp))
         self.races.commit(self.cta, (kind, warp))
         return [self.races.first_warp(self.cta) + warp], component, epoch
 
     def _learn(self, kind: str, warp: int, number: int) -> None:
+        """Records that a warp has waited for its accesses up to a number."""
         component, _ = self.races.group(self.cta, (kind, warp))
         self.clocks.learn([self.races.first_warp(self.cta) + warp], component, number)
 
     # Allocation
 
     def free(self, column: int, count: int, warp: int) -> None:
-        """A warp frees columns."""
+        """A warp frees columns. Raises Fault if work may still access them."""
         granules, events = self.granules(np.arange(LANES), column, count), self.races.events
         width = len(self.shadow.columns)
         found = np.concatenate([self.shadow.writes[granules, None], self.shadow.reads[granules, :width]], axis=1)

@@ -31,7 +31,10 @@ _STORAGE: dict[str, Any] = {"pred": np.uint8, "b16": np.uint16, "b32": np.uint32
 
 
 class Registers:
-    """All registers of a CTA, poisoned. `counts` is the number of registers of each width."""
+    """All registers of a CTA, poisoned at first. `counts` has the number of registers of each width.
+
+    `rows[VIEW_OF_TYPE[type]]` is a view of shape (registers, threads).
+    """
 
     def __init__(self, counts: dict[str, int], num_threads: int):
         storage: dict[str, np.ndarray] = {}
@@ -45,8 +48,8 @@ class Registers:
 class Lanes:
     """Threads of a CTA that execute an instruction together.
 
-    Rows of registers are slices over `span`, the smallest range of threads that has all of them; `where` says which
-    threads of the span they are, or is None if they are all.
+    `mask` has a bit for each thread of the CTA. Rows of registers are slices over `span`, the smallest range of threads
+    that has all of them; `where` says which threads of the span they are, or is None if they are all.
     """
 
     __slots__ = ("_threads", "_warps", "count", "cta", "mask", "rows", "span", "where")
@@ -90,22 +93,23 @@ class Lanes:
         )
 
     def warp_groups(self) -> list[int]:
+        """The numbers of the warp groups that have any of the threads."""
         return np.unique(self.threads // (4 * WARP)).tolist()
 
     def active(self, values: Any) -> np.ndarray:
-        """The values of these threads alone, of values over the span or one for all."""
+        """Returns the values of these threads alone. values: one per thread of the span, or one for all."""
         if np.ndim(values) == 0:
             return np.full(self.count, values)
         return values if self.where is None else values[self.where]
 
     def subset_mask(self, chosen: np.ndarray) -> int:
-        """The mask of the chosen ones of the span's threads."""
+        """The mask of the threads that `chosen`, an array of bools over the span, selects."""
         if self.where is not None:
             chosen = chosen & self.where
         return int.from_bytes(np.packbits(chosen, bitorder="little").tobytes(), "little") << self.span.start
 
     def subset_of_active(self, chosen: np.ndarray) -> int:
-        """The mask of the chosen ones of these threads."""
+        """The mask of the threads that `chosen`, an array of bools over these threads alone, selects."""
         if self.where is None:
             return self.subset_mask(chosen)
         spread = np.zeros(len(self.where), np.bool_)
@@ -114,6 +118,7 @@ class Lanes:
 
 
 def _bits(mask: int, length: int) -> np.ndarray:
+    """The lowest `length` bits of a mask as an array of bools."""
     data = np.frombuffer(mask.to_bytes(-(-length // 8), "little"), np.uint8)
     return np.unpackbits(data, count=length, bitorder="little").view(np.bool_)
 
@@ -140,6 +145,7 @@ def whole_warps(mask: int) -> int:
 
 @functools.lru_cache(65536)
 def num_warps(mask: int) -> int:
+    """The number of warps that have a thread in `mask`."""
     return len(warp_masks(mask))
 
 
@@ -150,9 +156,9 @@ class Parked:
     cta: "Cta"
     mask: int
     block: int
-    reason: Callable[[], str]
+    reason: Callable[[], str]  # what they wait for, for the report of a deadlock
     location: str = ""
-    mbarrier: Any = None  # that a wait with a time limit is for
+    mbarrier: Any = None  # the one that a wait with a time limit waits for
 
     def release(self) -> None:
         self.cta.parked.remove(self)
@@ -182,9 +188,9 @@ class Cta:
         self.is_slow, self.slow_threads = False, 0  # see grid.Grid._slow_down
         self.mbarriers: dict[int, Any] = {}  # offset in shared memory -> barriers.Mbarrier
         self.named_barriers: dict[int, Any] = {}
-        self.failed_waits: set = set()  # of late completion: attempts of mbarrier.try_wait, each of which fails once
+        self.failed_waits: set = set()  # attempts of mbarrier.try_wait; with late completion, each fails once
         self.expired_waits = 0  # threads whose time limit in mbarrier.try_wait has passed; see grid.Grid._expire_waits
-        self.sm = 0  # where it is resident
+        self.sm = 0  # the SM where it is resident
         self.tensor_memory: Any = None  # its tensor_memory.Share, once it has one
         self.thread_copies: Any = None  # isa.thread_copy.ThreadCopies, once it has any
         self.saw_no_cluster = False  # see isa.launch_control
@@ -200,6 +206,7 @@ class Cta:
         return f"{self}" + (f", rank {self.rank} of its cluster" if self.cluster.size > 1 else "")
 
     def lanes(self, mask: int) -> Lanes:
+        """The Lanes of a mask. They are cached, because the same masks come again and again."""
         lanes = self._lanes.get(mask)
         if lanes is None:
             if len(self._lanes) > 4096:
@@ -209,6 +216,7 @@ class Cta:
 
     @property
     def live(self) -> int:
+        """The mask of the threads that have not exited."""
         return self.all_threads & ~self.exited
 
     def add(self, block: int, mask: int) -> None:
@@ -217,12 +225,13 @@ class Cta:
             self.fragments[block] = self.fragments.get(block, 0) | mask
 
     def park(self, mask: int, block: int, reason: Callable[[], str]) -> Parked:
-        """Threads that wait, and go on at `block` once released."""
+        """Makes threads wait until they are released; then they go on at `block`."""
         parked = Parked(self, mask, block, reason, self.grid.program.location_of_end(self.block))
         self.parked.append(parked)
         return parked
 
     def exit(self, mask: int) -> None:
+        """Ends threads. That may complete barriers; the last thread ends the CTA."""
         self.exited |= mask
         self.grid.num_events += 1
         for barrier in list(self.named_barriers.values()):

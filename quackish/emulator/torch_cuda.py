@@ -1,4 +1,4 @@
-"""What libraries ask torch.cuda, answered without a GPU."""
+"""Answers what libraries ask torch.cuda, without a GPU."""
 
 import contextlib
 import types
@@ -54,7 +54,7 @@ def answers(gpu: Any) -> Iterator[None]:
 
 
 def _also_for_cpu(register_kernel: Any) -> Any:
-    """Operators that are registered for CUDA are registered for the CPU, too."""
+    """Wraps register_kernel: operators that are registered for CUDA are registered for the CPU, too."""
 
     def register(operator: Any, device_types: Any, *function: Any) -> Any:
         names = (device_types,) if isinstance(device_types, str) else device_types
@@ -70,6 +70,7 @@ def _constant(value: Any) -> Any:
 
 
 def _properties(gpu: Any) -> Any:
+    """Stands in for torch.cuda.get_device_properties."""
     major, minor = capability(gpu)
     return types.SimpleNamespace(
         name=gpu.name,

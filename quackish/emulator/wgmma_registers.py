@@ -7,7 +7,7 @@ from typing import NamedTuple
 from quackish.emulator.errors import Fault
 from quackish.emulator.ptx import Entry, Register, Vector
 
-WARPS = 4  # of a warp group
+WARPS = 4  # warps per warp group
 _ALL = -1  # every register
 
 
@@ -15,7 +15,7 @@ class Product(NamedTuple):
     """A `wgmma.mma_async` that is not known to be complete. Registers are bits of an integer."""
 
     accumulator: int
-    a: int  # of matrix A, if it is in registers
+    a: int  # the registers of matrix A, if it is in registers
     shape: str
     place: Callable[[], str]
 
@@ -64,6 +64,7 @@ class WgmmaRegisters:
                 self.unfenced[warp] |= bits
 
     def _in_use(self, group: int, bits: int) -> None:
+        """Raises the Fault about an access of a pending product's register."""
         # "Accessing the accumulator register or the input register containing the fragments of matrix A of a
         # wgmma.mma_async instruction without first performing a wgmma.wait_group instruction that waits on a
         # wgmma-group including that wgmma.mma_async instruction is undefined behavior." (PTX, wgmma.wait_group)
@@ -74,6 +75,7 @@ class WgmmaRegisters:
         )
 
     def issue(self, group: int, product: Product) -> None:
+        """Adds a pending product. Raises Fault if a fence or a wait is missing before it."""
         # "Between a register access by a thread in the warpgroup and any wgmma.mma_async instruction that accesses the
         # same registers, either as accumulator or input register containing fragments of matrix A, except when these
         # are accumulator register accesses across multiple wgmma.mma_async instructions of the same shape."
@@ -104,6 +106,7 @@ class WgmmaRegisters:
         self.open[group] = []
 
     def wait(self, group: int, allowed: int) -> None:
+        """Forgets all committed groups but the latest `allowed` ones."""
         committed = self.committed[group]
         del committed[: max(len(committed) - allowed, 0)]
         self.busy[group] = 0

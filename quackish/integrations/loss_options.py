@@ -6,7 +6,7 @@ import quackish
 
 
 def check_loss_options(who: str, **options: Any) -> None:
-    """TypeError or ValueError for an option of `quackish.LinearCrossEntropyLoss`, in the name of `who`."""
+    """Raises TypeError or ValueError, in the name of `who`, if linear cross entropy refuses an option."""
     try:
         quackish.LinearCrossEntropyLoss(1, 1, device="meta", **options)  # without random numbers
     except (TypeError, ValueError) as error:

@@ -10,7 +10,7 @@ from quackish import parallel
 from quackish.errors import UnsupportedError, describe, refuse_unknown
 from quackish.types import LinearCrossEntropyOptions
 
-_FIXED = "linear_bias", "reduction"  # which output_layer_loss passes itself
+_FIXED = "linear_bias", "reduction"  # options that output_layer_loss passes itself
 _OPTIONS = [name for name in LinearCrossEntropyOptions.__annotations__ if name not in _FIXED]
 
 
@@ -20,15 +20,15 @@ def output_layer_loss(
 ) -> Tensor:  # fmt: skip
     """The losses per token of `compute_language_model_loss(labels, output_layer(hidden_states, weight=weight)[0])`.
 
-    Computed by `quackish.linear_cross_entropy`, or with tensor parallelism by `quackish.parallel.linear_cross_entropy`,
+    `quackish.linear_cross_entropy` computes them, or with tensor parallelism `quackish.parallel.linear_cross_entropy`,
     with the group, bias and sequence parallelism of `output_layer`.
 
     Args:
-        output_layer: of a GPTModel. Its weight has this rank's classes.
+        output_layer: the output layer of a GPTModel. Its weight has this rank's classes.
         hidden_states: (sequence, batch, H); with sequence parallelism this rank's (sequence / ranks, batch, H).
         labels: (batch, sequence). Where it is -100, or `ignore_index`, the loss is 0; megatron-core has no such label.
-        weight: as in output_layer's forward: of a shared embedding, `model.shared_embedding_or_output_weight()`.
-        options: of `quackish.linear_cross_entropy`, such as `grad_weight_out=weight.main_grad`, which
+        weight: as in output_layer's forward; for a shared embedding `model.shared_embedding_or_output_weight()`.
+        options: options of `quackish.linear_cross_entropy`, such as `grad_weight_out=weight.main_grad`, which
             `overlap_grad_reduce` does not allow.
 
     Returns:

@@ -17,7 +17,10 @@ _SHARDING = "torch.distributed.", "torch.utils.module_tracker", "deepspeed."
 
 
 def why_weights_unsupported(module: nn.Module) -> str:
-    """Why quackish cannot read a module's own weights; "" if it can. Does not compute parametrizations."""
+    """Says why quackish cannot read a module's own weights; "" if it can.
+
+    This does not compute parametrizations.
+    """
     for name, p in module._parameters.items():
         if type(p) is not nn.Parameter and p is not None and not _is_supported(p):
             return f"its {name} is {a(type(getattr(p, '_local_tensor', p)))}, expected a plain tensor"
@@ -25,13 +28,14 @@ def why_weights_unsupported(module: nn.Module) -> str:
 
 
 def _is_supported(t: Tensor) -> bool:
+    """True for plain tensors, and for subclasses that are known or have no __torch_dispatch__."""
     kind = type(getattr(t, "_local_tensor", t))  # of a DTensor
     is_known = kind in (Tensor, nn.Parameter) or kind.__name__ in _SUBCLASSES
     return is_known or kind.__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def why_output_differs(module: nn.Module, ignored: tuple[str, ...] = _SHARDING) -> str:
-    """Why a call of a module may not be its class's forward alone; "" if it is.
+    """Says why a call of a module may run more than its class's forward; "" if it does not.
 
     ignored: prefixes of the modules whose hooks do not count.
     """
@@ -51,6 +55,7 @@ def why_output_differs(module: nn.Module, ignored: tuple[str, ...] = _SHARDING) 
 
 
 def _origin(hook: Callable) -> str:
+    """The module that defines a hook; "" if that is unknown."""
     hook = hook.func if isinstance(hook, functools.partial) else hook
     return getattr(hook, "__module__", None) or ""
 
@@ -60,5 +65,6 @@ def _name(hook: Callable) -> str:
 
 
 def warn_unless_compiling(message: str) -> None:
+    """Warns once per message. torch.compile traces calls of this without a warning."""
     if not torch.compiler.is_compiling():
         warn_once(message)

@@ -51,6 +51,7 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):  # for subclasses of it, the t
         self.lm_head: nn.Module | None = None
 
     def set_lm_head(self, lm_head: nn.Module) -> None:
+        """Called by torchtitan. Replaces lm_head.forward, which then returns the loss if it gets a target."""
         if getattr(type(lm_head), "forward", None) is not nn.Linear.forward:
             raise quackish.UnsupportedError(
                 f"LinearCrossEntropyLoss: lm_head is {a(type(lm_head))} with its own forward, expected an "
@@ -81,6 +82,7 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):  # for subclasses of it, the t
     def __call__(
         self, pred: Tensor, labels: Tensor, global_valid_tokens: Tensor | None = None, **loss_inputs
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns (loss, {}), as torchtitan expects. pred: hidden states, because lm_head has not run."""
         if self.lm_head is None:
             raise RuntimeError("LinearCrossEntropyLoss has no lm_head yet: call set_lm_head(model.lm_head) first")
         divisor = dict(reduction="sum") if global_valid_tokens is None else dict(num_items=global_valid_tokens)
@@ -101,6 +103,7 @@ class MTPLinearCrossEntropyLoss(LinearCrossEntropyLoss):
         self.loss.fn = self._summed
 
     def _summed(self, hidden: Tensor, labels: Tensor, *, global_vocab_size: int | None) -> Tensor:
+        """The sum of one depth's losses. MTPLoss calls it for each depth."""
         return super().__call__(hidden, labels)[0]
 
     def __call__(  # type: ignore[override]
@@ -113,7 +116,10 @@ _MTP_FORWARD = MTPDecoder.forward
 
 
 def _hidden_states_of_mtp(self: MTPDecoder, *args, **kwargs):
-    """MTPDecoder.forward, which supports `_skip_lm_head` only without MTP layers; without lm_head it skips it too."""
+    """MTPDecoder.forward, which supports `_skip_lm_head` only without MTP layers.
+
+    It also returns hidden states if there is no lm_head, so a call runs without one.
+    """
     if not self._skip_lm_head or self.mtp_layers is None:
         return _MTP_FORWARD(self, *args, **kwargs)
     lm_head, self.lm_head, self._skip_lm_head = self.lm_head, None, False
@@ -130,6 +136,10 @@ def rms_norm(config: common.RMSNorm.Config) -> RMSNorm.Config:
 
 @override(target=BaseLoss.Config, fqns=["loss"], description="lm_head and cross entropy: quackish")
 def linear_cross_entropy(config: BaseLoss.Config, **options) -> LinearCrossEntropyLoss.Config:
+    """Replaces torchtitan's loss. Raises ValueError for a loss that is no cross entropy.
+
+    options: fields of LinearCrossEntropyLoss.Config.
+    """
     if type(config) is MTPLoss.Config:
         if MTPDecoder.forward is _MTP_FORWARD:
             MTPDecoder.forward = _hidden_states_of_mtp

@@ -20,7 +20,7 @@ class QuackishCallback(hf.TrainerCallback):
     In TRL's trainers, `quackish.integrations.trl.apply` replaces the loss, so only norms and experts are patched. A
     reference model is not patched, nor is a model that `model_init` builds when training begins: call `apply` there.
 
-    options: of `quackish.integrations.transformers.apply`, whose errors building the Trainer raises.
+    options: options of `quackish.integrations.transformers.apply`. Building the Trainer raises its errors.
     """
 
     def __init__(self, **options):

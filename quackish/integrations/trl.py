@@ -76,7 +76,7 @@ def _theirs():
 
 
 class _ChunkedLogProbs:
-    """Has the `apply` of TRL's autograd function."""
+    """Stands in for TRL's autograd function, of which TRL calls `apply` alone."""
 
     def __init__(self, theirs, options: dict):
         self.theirs, self.options = theirs, options
@@ -86,9 +86,9 @@ class _ChunkedLogProbs:
         chunk_size: int, final_logit_softcapping: float | None = None, logit_scale: float = 1.0,
         outputs: Sequence[str] = ("entropy", *_OTHERS, "is_top1"),
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        """hidden (N, H), weight (V, H), bias (V,), targets (N,). Returns (N,) per output, None if not asked for.
+        """Computes one tensor (N,) for each of TRL's outputs; None for those that were not asked for.
 
-        chunk_size is the width of TRL's tiles, which ours do not have.
+        hidden: (N, H); weight: (V, H); bias: (V,); targets: (N,). chunk_size: the width of TRL's tiles, ignored here.
         """
         softcap = final_logit_softcapping
         if not (logit_scale > 0 and temperature > 0 and (softcap is None or softcap > 0)):

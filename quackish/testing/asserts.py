@@ -100,9 +100,9 @@ def _check_callable(caller: str, **functions: Any) -> None:
 def _results(
     caller: str, function: Callable[..., Any], inputs: Sequence[Any], incoming: dict[int, Tensor] | None = None
 ) -> tuple[dict[str, Tensor | None], dict[int, Tensor]]:
-    """({name: output or gradient}, {number of an output: its gradient}).
+    """Runs forward and backward. Returns {name: result} and {number of an output: its gradient}.
 
-    `incoming`: gradients of outputs to use again where shapes match.
+    incoming: gradients of outputs to use again where shapes match.
     """
     returned = function(*inputs)
     outputs = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor)]
@@ -124,6 +124,7 @@ def _results(
 
 
 def _grad_output(output: Tensor, seed: int, previous: Tensor | None) -> Tensor:
+    """An output's gradient: the previous one if its shape fits, 1 for 0-dim outputs, or else random."""
     if previous is not None and previous.shape == output.shape:
         return previous.to(output.dtype)
     if output.dim() == 0:
@@ -139,6 +140,7 @@ def _in_fp64(t: Any) -> Any:
 
 
 def _bounds(dtype: torch.dtype, slack: float) -> tuple[float, float]:
+    """Returns (norm-wise bound, bound at the worst element): see `assert_close_to_fp64`."""
     eps, computed = torch.finfo(dtype).eps, torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     rounded = 0.0 if eps == computed else eps
     return slack * (0.6 * rounded + 8 * computed), slack * (rounded + 32 * computed)

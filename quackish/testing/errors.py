@@ -17,9 +17,10 @@ class Error(NamedTuple):
 
 
 def error(got: Tensor, truth: Tensor, noise: Tensor | float = 0.0) -> Error:
-    """`truth` is fp64; rows are along the last dimension. NaN and Inf in `got` count as infinite errors.
+    """Compares `got` with `truth`, which is fp64. NaN and Inf in `got` count as infinite errors.
 
-    `noise` is subtracted from each element's error: the rounding error where truth is a difference of larger terms.
+    Rows are along the last dimension. `noise` is subtracted from each element's error: the rounding error where truth
+    is a difference of larger terms.
     """
     if got.shape != truth.shape:
         raise ValueError(f"error: got is {tuple(got.shape)} but truth is {tuple(truth.shape)}; expected equal shapes")
@@ -43,6 +44,7 @@ def bits(t: Tensor) -> Tensor:
 
 
 def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
+    """True if dtypes, shapes and bytes are equal, or both are None."""
     if a is None or b is None:
         return a is b
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))

@@ -14,7 +14,7 @@ def rows(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """A random tensor, rounded to `dtype`; the same values in every run on one device type. On "meta" it has none.
+    """A random tensor, rounded to `dtype`: the same in every run on one device type. "meta" has no values.
 
     "normal": mean 0 and standard deviation 1; "large_mean": mean 16; "outlier_channel": every 97th column is 100 times
     larger; "tiny": squares near eps.
@@ -32,7 +32,7 @@ def rows(
 
 
 def weights(n: int, dtype: torch.dtype = torch.float32, *, seed: int = 1, device: torch.device | str = "cpu") -> Tensor:
-    """(n,) around 1, like the weight of a trained norm."""
+    """Random weights (n,) around 1, like those of a trained norm."""
     return (1 + 0.1 * _normal((n,), seed, device)).to(dtype)
 
 

@@ -43,7 +43,7 @@ def synchronize(device: torch.device) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """A prepared call."""
+    """A call that is ready to be timed."""
 
     run: Callable[[], object]
     is_graph: bool
@@ -87,6 +87,7 @@ def interleave(
 
 
 def _round(works: Mapping[str, Callable[[], object]], device: torch.device, block: int) -> dict[str, list[float]]:
+    """The samples of one round in microseconds, by work."""
     if device.type != "cuda":
         return {name: [_cpu_us(run) for _ in range(block)] for name, run in works.items()}
     cold = torch.empty(CLEAR_BYTES // 4, dtype=torch.int32, device=device)
@@ -225,7 +226,7 @@ def _load(device: torch.device) -> Callable[[], None]:
 
 
 def _cuda_sample(run: Callable[[], object], device: torch.device, load: Callable[[], None]) -> tuple[bool, float]:
-    """(whether the allocator did not call the driver, microseconds)."""
+    """Times one call. Returns (True if the allocator did not call the driver, microseconds)."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     cold = torch.empty(CLEAR_BYTES // 4, dtype=torch.int32, device=device)
     load()  # puts the host ahead of the GPU, as in a training step, so that host time is hidden
@@ -240,11 +241,13 @@ def _cuda_sample(run: Callable[[], object], device: torch.device, load: Callable
 
 
 def _driver_allocations(device: torch.device) -> tuple[int, int]:
+    """How often the allocator has called the driver: (allocations, frees)."""
     stats = torch.cuda.memory_stats_as_nested_dict(device)
     return stats.get("num_device_alloc", 0), stats.get("num_device_free", 0)
 
 
 def _cpu_us(run: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    """The host's microseconds of one call."""
     start = clock()
     run()
     return 1e6 * (clock() - start)

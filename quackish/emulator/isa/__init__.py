@@ -30,6 +30,8 @@ from typing import NamedTuple
 
 
 class Form(NamedTuple):
+    """One meaning of an opcode: which operands it takes, and the function that executes it."""
+
     opcode: str
     results: tuple[str, ...]
     operands: tuple[str, ...]
@@ -47,7 +49,7 @@ class Form(NamedTuple):
     loads_late: bool  # its "&" operands are results, which may come after the instruction; see tcgen05.ld
 
 
-TABLE: dict[str, list[Form]] = {}
+TABLE: dict[str, list[Form]] = {}  # by opcode with all modifiers; filled by `load`
 _CHAPTERS = (
     "arithmetic",
     "async_copy",
@@ -74,7 +76,7 @@ def instruction(
     repeats: bool = False,
     loads_late: bool = False,
 ):
-    """Declares that a function executes the opcodes."""
+    """Declares that the decorated function executes the opcodes. `Form` explains the arguments."""
 
     def declare(function):
         for opcode in expanded(opcodes):
@@ -89,10 +91,12 @@ def instruction(
 
 
 def action(opcodes: str, signature: str, converged: str = "", polls: bool = False, loads_late: bool = False):
+    """`instruction` for a function of the executing Lanes, which returns its results."""
     return instruction(opcodes, signature, "action", converged, polls, loads_late=loads_late)
 
 
 def control(opcodes: str, signature: str, converged: str = "", repeats: bool = False):
+    """`instruction` for a function that ends its block and returns the next one."""
     return instruction(opcodes, signature, "control", converged, repeats=repeats)
 
 
@@ -108,12 +112,13 @@ def _type_of(opcode: str) -> str:
 
 
 def _signature(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Splits a signature into (results, operands)."""
     results, operands = text.split("=") if "=" in text else ("", text)
     return tuple(results.split(",") if results.strip() else ()), tuple(operands.split(",") if operands.strip() else ())
 
 
 def load() -> dict[str, list[Form]]:
-    """The table, filled."""
+    """Imports all chapters, which declare their instructions. Returns the table."""
     for chapter in _CHAPTERS:
         importlib.import_module(f"{__name__}.{chapter}")
     return TABLE

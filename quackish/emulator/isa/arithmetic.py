@@ -196,6 +196,7 @@ def mul_flushing(a, b):
 
 
 def _pairwise(function):
+    """A function of fp32 numbers, for pairs of them in 64-bit registers."""
     return functools.partial(numbers.each32, function)
 
 
@@ -231,6 +232,8 @@ _declare_mixed("f16", numbers.f16_to_f32)
 
 
 def _declare_16_bits(type_, add, mul, fma, minimum, maximum):
+    """Declares the instructions of bf16 or f16, and of pairs of them in 32-bit registers."""
+
     def sub(a, b):
         return add(a, b ^ np.uint16(0x8000))
 

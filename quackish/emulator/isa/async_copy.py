@@ -30,6 +30,7 @@ def bulk_load(lanes, destinations, sources, sizes, barriers, policies=None):
 
 
 def _bulk_load(lanes, thread, destination, source, size, barrier_address):
+    """Issues the copy of one thread from global memory to a CTA of its cluster."""
     _check_bulk(source, destination, size)
     memory, cta = lanes.cta.grid.memory, cta_of(lanes, destination)
     barrier, offset = mbarrier_at(lanes, barrier_address), destination & OFFSET_MASK
@@ -175,6 +176,7 @@ for _type in ("b32", "u32", "s32", "f32", "b64", "u64", "s64"):
 
 
 def _tensor_map(lanes, address):
+    """Decodes the tensor map at a generic address, which is in a kernel parameter or in global memory."""
     grid = lanes.cta.grid
     # A tensor map is aligned to 64 bytes. (CUDA driver API, cuTensorMapEncodeTiled)
     if address % 64:
@@ -186,6 +188,7 @@ def _tensor_map(lanes, address):
 
 
 def _coordinates(columns, thread):
+    """The coordinates that one thread gives. columns: an array over threads for each dimension."""
     return tuple(int(column[thread]) for column in columns)
 
 
@@ -263,6 +266,7 @@ def _declare_tensor_store(rank):
 
 
 def _store_boxes(lanes, tensors, sources, add):
+    """Issues a store of a box for each thread. add: the box is added to the tensor."""
     addresses, columns = tensors
     stores = {}
     for thread, address, source, *coordinates in zip(
@@ -279,6 +283,7 @@ def _store_boxes(lanes, tensors, sources, add):
 
 
 def _store_box(cta, thread, tensor, coordinates, source, add):
+    """The store of one box as work for `Completion.issue`."""
     memory, places = cta.grid.memory, tensor.shared_offsets(source & OFFSET_MASK)
     cta.shared.check(int(places.min()), int(places.max()) + 1)
     cta.grid.races.store_from(cta, cta.shared.races.granules_of_box(places), thread)
@@ -298,7 +303,7 @@ def _store_box(cta, thread, tensor, coordinates, source, add):
 
 
 def _once(read):
-    """The same work for several owners: the first one that completes it does it."""
+    """Wraps work that several owners share: the first one that completes it does it."""
     todo = [read]
     return lambda: todo.pop()() if todo else _nothing
 

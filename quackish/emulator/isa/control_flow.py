@@ -1,4 +1,4 @@
-"""Control flow."""
+"""Branches, exits, setmaxnreg and dependent launches."""
 
 from quackish.emulator.isa import action, control
 

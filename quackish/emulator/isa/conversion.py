@@ -1,4 +1,4 @@
-"""cvt."""
+"""cvt: conversion between integers, fp32, bf16 and fp16."""
 
 import functools
 

@@ -93,6 +93,7 @@ def mapa(a, rank):
 
 
 def _width(type_):
+    """The bytes of a type such as u32."""
     return int(type_[1:]) // 8
 
 
@@ -144,7 +145,7 @@ _STORES = (
 
 
 def offsets_in_cta(lanes, addresses):
-    """Offsets of shared::cta addresses."""
+    """Offsets of shared::cta addresses. Raises Fault for an address in another CTA."""
     ranks = addresses >> np.uint32(RANK_SHIFT)
     if (ranks != lanes.cta.rank).any():
         other = int(addresses[ranks != lanes.cta.rank][0])
@@ -153,6 +154,7 @@ def offsets_in_cta(lanes, addresses):
 
 
 def cta_of(lanes, address):
+    """The CTA that a shared::cluster address is in."""
     rank = address >> RANK_SHIFT
     if rank >= lanes.cta.cluster.size:
         raise Fault(f"an address of rank {rank} in a cluster of {lanes.cta.cluster.size}")
@@ -163,9 +165,9 @@ _OF_OTHER_CTAS = ("b32", "u32", "s32", "f32", "b64", "u64")  # types in shared::
 
 
 def by_cta(lanes, addresses):
-    """(shared memory, which addresses are in it, their offsets) for each CTA that shared::cluster addresses name.
+    """Yields (shared memory, which addresses are in it, their offsets) for each CTA that addresses name.
 
-    Meanwhile the threads that execute are those with these addresses.
+    Meanwhile the threads that execute are those with these addresses. The addresses are of shared::cluster.
     """
     ranks, grid = addresses >> np.uint32(RANK_SHIFT), lanes.cta.grid
     for rank in np.unique(ranks).tolist():
@@ -255,6 +257,7 @@ def prefetch(lanes, addresses):
 
 
 def _by_warp(lanes, values):
+    """Reshapes values of threads to (warps, 32). Raises Fault if a warp is not complete."""
     if lanes.count % 32:
         raise Fault(f"{lanes.count} threads execute an instruction for whole warps")
     return values.reshape(-1, 32)

@@ -15,6 +15,7 @@ BYTES = 16
 
 
 def _try_cancel(lanes, addresses, barriers, everywhere):
+    """Requests a cluster that has not begun. everywhere: all CTAs of the cluster get the response."""
     cta, grid = lanes.cta, lanes.cta.grid
     offsets_in_cta(lanes, addresses)
     offsets_in_cta(lanes, barriers)

@@ -48,6 +48,7 @@ _OPPOSITE = {"eq": "ne", "lt": "ge", "le": "gt", "gt": "le", "ge": "lt"}
 
 
 def _ordered(name):
+    """A comparison that is false if an operand is NaN."""
     compare = _COMPARISONS[name]
     if name == "ne":  # numpy's != is true for NaN
         return lambda a, b: (a < b) | (a > b)
@@ -55,6 +56,7 @@ def _ordered(name):
 
 
 def _unordered(name):
+    """A comparison that is true if an operand is NaN."""
     if name == "ne":
         return operator.ne
     opposite = _ordered(_OPPOSITE[name])
@@ -80,7 +82,7 @@ _COMBINATIONS = {"and": operator.and_, "or": operator.or_, "xor": operator.xor}
 
 
 def _declare_comparison(name, type_, compare, declared=None):
-    """setp with one result and with two, which is the opposite, and those combined with another predicate."""
+    """Declares setp with one result, with its opposite as another, and combined with a predicate."""
     declared = declared or type_
 
     def both(a, b):

@@ -14,7 +14,7 @@ from quackish.emulator.memory import OFFSET_MASK
 
 
 def _by_number(lanes, numbers):
-    """(barrier, mask of its threads) for each number."""
+    """Yields (barrier, mask of its threads) for each number."""
     for number in np.unique(numbers).tolist():
         chosen = numbers == number
         mask = lanes.mask if chosen.all() else lanes.subset_of_active(chosen)
@@ -31,6 +31,7 @@ def _arrive(lanes, numbers, count, following=None):
 
 
 def _one_count(counts):
+    """The thread count of a barrier, which all threads must give alike."""
     if (counts != counts[0]).any():
         raise Fault("threads of a warp give different thread counts to a barrier")
     return int(counts[0])
@@ -78,6 +79,7 @@ def mbarrier_at(lanes, address):
 
 
 def _used(lanes, barrier):
+    """Returns the barrier. Raises Fault if its mbarrier.init need not precede this use."""
     lanes.cta.grid.races.check_initialized(lanes, barrier)
     return barrier
 
@@ -107,6 +109,7 @@ def mbarrier_invalidate(lanes, addresses):
 
 
 def _arrive_at(lanes, addresses, counts, sizes=None):
+    """Each thread arrives at its mbarrier; with sizes, it expects these bytes first. Returns states."""
     states = []
     clock = lanes.cta.grid.races.release(lanes)
     for i, address in enumerate(addresses.tolist()):
@@ -160,6 +163,7 @@ def mbarrier_try_wait(lanes, following, writers, addresses, parities, time_limit
 
 
 def _try_wait(lanes, following, writers, offset, parity):
+    """Waits at one mbarrier. Returns the next block, or None if the threads are parked."""
     cta, (write,) = lanes.cta, writers
     barrier = _used(lanes, barriers.mbarrier_at(cta, offset))
     completed = barrier.has_completed(parity)
@@ -207,10 +211,12 @@ def fence(lanes):
 
 
 def _increment(old, limit):
+    """atom.inc: counts up to a limit, then from 0 again."""
     return 0 if old >= limit else old + 1
 
 
 def _decrement(old, limit):
+    """atom.dec: counts down to 0, then from a limit again."""
     return limit if old == 0 or old > limit else old - 1
 
 
@@ -232,7 +238,7 @@ _OPERATIONS = {
 
 
 def _wrapped(value, dtype):
-    """A Python integer as the type, which wraps around."""
+    """Converts a Python number to the type. Integers wrap around."""
     if dtype.kind == "f":
         # "atom.add.f32 on global memory flushes subnormal inputs and results to sign-preserving zero" (PTX, atom)
         return numbers.canonical(numbers.flush(dtype.type(value)))
@@ -242,6 +248,7 @@ def _wrapped(value, dtype):
 
 
 def _atomically(lanes, addresses, operation, values, dtype, counted=True):
+    """Applies an operation for one thread after another. Returns the old values."""
     memory = lanes.cta.grid.memory
     old = memory.load(addresses, dtype.itemsize, 1, counted)[:, 0].view(dtype)  # checks the addresses
     flush = numbers.flush if dtype.kind == "f" else lambda value: value

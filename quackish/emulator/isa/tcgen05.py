@@ -23,6 +23,7 @@ _U32 = VIEW_OF_TYPE["u32"]
 
 
 def _operand_in_shared_memory(cta, bits, rows, element, mn_major):
+    """A matrix as fp32, with its rows and 32 bytes of k."""
     descriptor = matrices.descriptor_sm100(bits)
     cta.shared.check(*matrices.extent(descriptor, rows, element, mn_major))
     views = cta.shared.views[matrices.ELEMENT_BYTES[element]]
@@ -37,7 +38,7 @@ def _granules(cta, bits, rows, element, mn_major):
 
 
 class _Product:
-    """One tcgen05.mma: what it has read from registers when it is issued."""
+    """One tcgen05.mma, with the values that it has read from registers when it is issued."""
 
     def __init__(self, cta, group, kind, d, a, b, descriptor, masks, adds, scale):
         self.shape = matrices.instruction_descriptor(descriptor, kind, group)
@@ -53,9 +54,11 @@ class _Product:
 
     @property
     def k(self):
+        """The size of the product along k: 32 bytes."""
         return 32 // matrices.ELEMENT_BYTES[self.shape.a]
 
     def _check(self):
+        """Raises Fault if A or D is where no product can have it."""
         shape, ctas = self.shape, len(self.ctas)
         # Tensor Memory Datapath Lane Alignment: 0, and for layout F "0 or 16", "across matrices A, D"
         aligned = (0, 16) if (shape.m, ctas) == (64, 1) else (0,)
@@ -67,6 +70,7 @@ class _Product:
             share_of(cta).check(self.d.lane, self.d.column, shape.n // (2 if (shape.m, ctas) == (128, 2) else 1))
 
     def _rows_of_a(self, cta):
+        """A CTA's rows of A as fp32, from shared memory or tensor memory."""
         shape, rows = self.shape, self.shape.m // len(self.ctas)
         if not self.a_is_address:
             return _operand_in_shared_memory(cta, self.a, rows, shape.a, shape.mn_major_a)
@@ -93,6 +97,7 @@ class _Product:
             member.tensor_races.write_later(member.tensor_races.granules(lanes, self.d.column, columns), *issuer)
 
     def multiply(self):
+        """Computes the product from memory as it is now, and updates D in each CTA."""
         shape, ctas = self.shape, self.ctas
         a = np.concatenate([self._rows_of_a(cta) for cta in ctas])
         b = np.concatenate(
@@ -104,6 +109,7 @@ class _Product:
             self._update(cta, lanes + self.d.lane, product, None if self.disabled is None else self.disabled[i])
 
     def _update(self, cta, lanes, product, disabled):
+        """Stores or adds a CTA's part of D, except in disabled lanes."""
         share, columns = share_of(cta), slice(self.d.column, self.d.column + product.shape[1])
         share.check(self.d.lane, self.d.column, product.shape[1])
         words = share.memory.words[lanes, columns]
@@ -144,7 +150,10 @@ def _multiply(lanes, group, kind, d, a, b, descriptors, masks, adds, scale, coll
 
 
 def _use_collector(cta, usage):
-    """The collector buffer keeps A for the next product, which may read memory again all the same."""
+    """Checks the use of the collector buffer, which keeps A for the next product.
+
+    Hardware may read A from memory again all the same, as the emulator always does.
+    """
     share = share_of(cta)
     # "This requires a previous fill to the collector buffer to be still valid."
     if usage in ("use", "lastuse") and not share.has_collected:
@@ -233,7 +242,7 @@ for _group in (1, 2):
 
 
 def _place(warp, position, addresses, shape, fragment):
-    """(lane, column) of a warp's access."""
+    """The (lane, column) of a warp's access. Raises Fault for lanes of another warp."""
     address = matrices.tensor_address(uniform(addresses, position, "taddr"))
     (number,) = warp.warps()
     first = 32 * (number % 4)
@@ -254,6 +263,7 @@ def _consecutive(indices):
 
 
 def _load(lanes, rows, addresses, shape, fragment, packed):
+    """Begins the load of each warp; see `late_loads`."""
     cta, rows = lanes.cta, _consecutive(rows)
     for warp, position in by_warp(lanes):
         address = _place(warp, position, addresses, shape, fragment)
@@ -264,6 +274,7 @@ def _load(lanes, rows, addresses, shape, fragment, packed):
 
 
 def _loader(warp, rows, address, fragment, packed):
+    """A function that copies tensor memory to the registers of one warp."""
     share, registers = share_of(warp.cta), warp.cta.registers.rows[_U32]
     lanes, columns = address.lane + fragment.lanes, address.column + fragment.columns
     target = slice(rows.start, rows.stop) if isinstance(rows, range) else list(rows)
@@ -279,6 +290,7 @@ def _loader(warp, rows, address, fragment, packed):
 
 
 def _store(lanes, values, addresses, shape, fragment, unpacked):
+    """Issues the store of each warp, as a group of its own."""
     cta = lanes.cta
     for warp, position in by_warp(lanes):
         address = _place(warp, position, addresses, shape, fragment)
@@ -291,6 +303,7 @@ def _store(lanes, values, addresses, shape, fragment, unpacked):
 
 
 def _writer(cta, words, address, fragment, unpacked):
+    """The store of one warp as work for `Completion.issue`. Its registers have been read."""
     share = share_of(cta)
     lanes, columns = address.lane + fragment.lanes, address.column + fragment.columns
 

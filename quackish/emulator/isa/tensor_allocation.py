@@ -12,20 +12,20 @@ from quackish.emulator.threads import WARP, warp_mask
 
 
 def by_warp(lanes):
-    """(lanes, position of its first thread in `lanes`) for each warp, which must be whole."""
+    """Yields (lanes, position of their first thread in `lanes`) for each warp, which must be whole."""
     position = 0
     for warp in lanes.warps():
         whole = warp_mask(warp)
         if lanes.mask & whole != whole:
             # "The behavior of the instruction is undefined if all the threads in the warp do not use the same values
-            # of nCols, or if any thread in the warp has exited." The same stands with taddr at tcgen05.ld and .st.
+            # of nCols, or if any thread in the warp has exited." The same is said of taddr at tcgen05.ld and .st.
             raise Fault("a tcgen05 instruction of whole warps, of which a thread has exited or is missing")
         yield lanes.cta.lanes(whole), position
         position += WARP
 
 
 def uniform(values, position, what):
-    """The one value of a warp whose threads begin at `position`."""
+    """The one value of a warp whose threads begin at `position`. Raises Fault if there are several."""
     part = values[position : position + WARP]
     if (part != part[0]).any():
         raise Fault(f"threads of a warp have different values of {what}")
@@ -55,7 +55,7 @@ def shared_addresses(addresses):
 
 
 def _meet(lanes, following, what, operands):
-    """The peer CTA's warp that waits to do the same, or None: then this warp waits."""
+    """The Meeting with the peer CTA's waiting warp. If none waits, parks this warp and returns None."""
     cta = lanes.cta
     meetings, key = cta.cluster.meetings, (what, cta.rank // 2)
     peer_of(cta)
@@ -73,6 +73,7 @@ def _meet(lanes, following, what, operands):
 
 
 def _finish_meeting(cta, what, other):
+    """Releases the peer CTA's warp."""
     del cta.cluster.meetings[what, cta.rank // 2]
     other.parked.release()
 
@@ -84,7 +85,7 @@ def _wait_for_columns(lanes, count, share):
 
 
 def _store_address(warp, offset, column):
-    """A warp of the CTA that gets the address stores it."""
+    """Stores the address of an allocation in shared memory, as an access of the warp."""
     grid = warp.cta.grid
     executing, grid.executing = grid.executing, warp
     warp.cta.shared.store(np.array([offset], np.uint32), [np.array([column], np.uint32)])
@@ -95,6 +96,7 @@ def _store_address(warp, offset, column):
 
 
 def _allocate(lanes, following, offset, count):
+    """Allocates columns for a CTA, or parks the warp if none are free."""
     share = share_of(lanes.cta)
     share.check_allocation(count)
     column = share.memory.first_free(count)
@@ -107,6 +109,7 @@ def _allocate(lanes, following, offset, count):
 
 
 def _allocate_pair(lanes, following, offset, count):
+    """Allocates the same columns for both CTAs of a pair, once a warp of each asks for them."""
     cta, share = lanes.cta, share_of(lanes.cta)
     share.check_allocation(count)
     other = _meet(lanes, following, "alloc", (offset, count))
@@ -171,6 +174,7 @@ def _declare_allocation(group):
 
 
 def _free(warp, column, count):
+    """Frees columns. Raises Fault if asynchronous work may still access them."""
     share = share_of(warp.cta)
     share.free(column, count)
     warp.cta.tensor_races.free(column, count, int(warp.cta.grid.races.warps(warp)[0]))

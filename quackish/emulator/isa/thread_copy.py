@@ -40,11 +40,12 @@ class ThreadCopies:
 
     def __init__(self, cta):
         self.cta = cta
-        self.committed = np.zeros(cta.num_threads, np.int64)  # groups of each thread
+        self.committed = np.zeros(cta.num_threads, np.int64)  # number of groups of each thread
         self.pending = []  # (number of the instruction, Copies, what completes Copies)
         self.num_issued = 0
 
     def issue(self, copies):
+        """Copies at once, or with late completion when threads wait for the copies."""
         completion = self.cta.grid.completion
         if completion.late:
             self.pending.append((self.num_issued, copies, completion.located(lambda copies: _copy(self.cta, copies))))
@@ -53,7 +54,10 @@ class ThreadCopies:
             _copy(self.cta, copies)
 
     def complete(self, threads, first_kept, num_issued):
-        """Completes the threads' copies of groups before `first_kept`, among the first instructions."""
+        """Completes copies of the threads in groups before `first_kept`, which is an array over threads.
+
+        Only the first `num_issued` instructions of the CTA count.
+        """
         bound = np.zeros(self.cta.num_threads, np.int64)
         bound[threads] = first_kept
         pending, self.pending = self.pending, []
@@ -66,12 +70,14 @@ class ThreadCopies:
 
 
 def _copies_of(cta):
+    """The CTA's ThreadCopies, created on first use."""
     if cta.thread_copies is None:
         cta.thread_copies = ThreadCopies(cta)
     return cta.thread_copies
 
 
 def _copy(cta, copies):
+    """Copies rows to shared memory, filled up with zeros."""
     size, memory = copies.size, cta.grid.memory
     rows = np.zeros((len(copies.threads), size), np.uint8)
     for count in np.unique(copies.sizes).tolist():
@@ -84,6 +90,7 @@ def _copy(cta, copies):
 
 
 def _issue(lanes, addresses, sources, size, sizes):
+    """Checks the copies of an instruction and issues them. sizes: bytes per thread, at most `size`."""
     offsets = offsets_in_cta(lanes, addresses)
     if (sizes > size).any():
         raise Fault(f'cp.async of {size} bytes: "src-size larger than cp-size results in undefined behavior"')
@@ -100,6 +107,8 @@ def _issue(lanes, addresses, sources, size, sizes):
 
 
 def _declare(level, sizes):
+    """Declares cp.async.ca or .cg. sizes: the valid numbers of bytes."""
+
     def copy(lanes, addresses, sources, size, source_sizes=None, policies=None):
         if size not in sizes:
             raise Fault(f"cp.async.{level} of {size} bytes; valid are {', '.join(map(str, sizes))}")

@@ -10,7 +10,10 @@ _LANES = np.arange(WARP)
 
 
 def _spread(lanes, values):
-    """Values of the executing threads as (warps, 32), and where they are. Others are poison."""
+    """Returns values of the executing threads as (warps, 32), and which are present: None if all are.
+
+    Absent values are poison.
+    """
     first, end = lanes.span.start // WARP * WARP, -(-lanes.span.stop // WARP) * WARP
     if lanes.count == end - first:
         return values.reshape(-1, WARP), None
@@ -68,6 +71,8 @@ for _mode in ("up", "down", "bfly", "idx"):
 
 
 def _declare_redux(name, type_, reduce, identity):
+    """Declares redux.sync. identity: a value that changes no result, for threads that take no part."""
+
     @action(f"redux.sync.{name}.{type_}", f"{type_} = {type_}, u32", converged="members")
     def redux(lanes, a, members):
         _check_members(lanes, members)
@@ -100,6 +105,7 @@ _declare_logical_redux("xor", np.bitwise_xor.reduce, 0)
 
 
 def _votes(lanes, predicate, otherwise):
+    """The predicates as (warps, 32), with `otherwise` for threads that do not vote."""
     values, present = _spread(lanes, predicate)
     return values if present is None else np.where(present, values, otherwise)
 

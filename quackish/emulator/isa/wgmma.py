@@ -17,7 +17,7 @@ _F32, _U32 = VIEW_OF_TYPE["f32"], VIEW_OF_TYPE["u32"]
 
 
 def _uniform(values, first):
-    """The one value of the warp group whose threads begin at `first`."""
+    """The one value of the warp group whose threads begin at `first`. Raises Fault if there are several."""
     # All threads of the warp group have the same descriptors and scale-d. (PTX, wgmma.mma_async)
     part = values[first : first + GROUP]
     if (part != part[0]).any():
@@ -26,6 +26,7 @@ def _uniform(values, first):
 
 
 def _matrix(cta, bits, rows, element, mn_major):
+    """A matrix in shared memory as fp32, with its rows and 32 bytes of k."""
     descriptor = matrices.descriptor_sm90(bits)
     cta.shared.check(*matrices.extent(descriptor, rows, element, mn_major))
     return matrices.in_shared_memory(
@@ -81,10 +82,12 @@ def _multiply(lanes, accumulator, registers_a, read_a, descriptors_b, accumulate
 
 
 def _bits(cta, indices):
+    """The bits that stand for these registers in `wgmma_registers`."""
     return sum(cta.grid.program.wgmma_bits[index] for index in indices)
 
 
 def _update(cta, rows, first, product, adds):
+    """Stores or adds a product in the accumulator registers of the warp group from thread `first` on."""
     threads = slice(first, first + GROUP)
     registers = cta.registers.rows[_F32]
     if adds:

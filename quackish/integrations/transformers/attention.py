@@ -37,11 +37,14 @@ def register_attention(name: str = "quackish") -> None:
             _check_models_when_built()
 
 
-_names: set[str] = set()
+_names: set[str] = set()  # the names under which quackish's attention is registered
 
 
 def _check_models_when_built() -> None:
-    """Transformers asks every model, also a part of another, whether it supports its config's implementation."""
+    """Makes models with attention code of their own raise UnsupportedError when they are built.
+
+    Transformers asks every model, also a part of another, whether it supports its config's implementation.
+    """
     theirs = PreTrainedModel.get_correct_attn_implementation
 
     @functools.wraps(theirs)
@@ -58,7 +61,7 @@ def _check_models_when_built() -> None:
 
 @functools.cache
 def _has_own_attention(module: str) -> bool:
-    """True if it has classes of attention that do not dispatch, or a dict of them by implementation.
+    """True if a module has attention classes that do not dispatch, or a dict of them by implementation.
 
     This is for an early and clear message. The masks refuse what it does not find, as in a module without source.
     """
@@ -88,7 +91,10 @@ def attention_forward(
     softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Called by Transformers' attention modules: query (B, Hq, Lq, D) -> (o (B, Lq, Hq, D), None)."""
+    """Called by Transformers' attention modules. Returns (o, None), without attention weights.
+
+    query: (B, Hq, Lq, D); key, value: (B, Hkv, Lk, D); o: (B, Lq, Hq, D).
+    """
     _refuse(module, dropout, options)
     num_queries = query.shape[2]
     if attention_mask is not None:
@@ -127,7 +133,7 @@ def attention_forward(
 
 
 def _same_sequence(query: Tensor, key: Tensor, options: dict[str, Any]) -> Tensor | None:
-    """The mask of packed sequences, (B, 1, Lq, Lk): True where query and key are in the same one."""
+    """The mask of packed sequences, (B, 1, Lq, Lk), True inside a sequence; None if none are packed."""
     names = [name for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx") if options.get(name) is not None]
     if not names:
         return None

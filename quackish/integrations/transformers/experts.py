@@ -24,13 +24,14 @@ class Form(NamedTuple):
     """How a class of experts computes, and how its weights lie in memory."""
 
     activation: str  # as in quackish.moe_mlp
-    first: str  # the parameter that w1 is
+    first: str  # the name of the parameter that is w1
     is_transposed: bool  # w1 is (E, H, 2I) and w2 (E, I, H)
     is_interleaved: bool = False  # w1 has [gate 0, up 0, gate 1, up 1, ...]
 
 
 @functools.cache
 def experts_class(base: type, form: Form) -> type:
+    """A subclass of a class of experts whose forward runs `quackish.moe_mlp`. Cached."""
     names = list(inspect.signature(base.forward).parameters)[1:]  # hidden states, index and weights
     permuted = (form.first, f"{form.first}_bias") if form.is_interleaved else ()
 
@@ -69,6 +70,7 @@ def experts_class(base: type, form: Form) -> type:
 
 
 def run(experts: nn.Module, form: Form, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """`quackish.moe_mlp` with the weights of a module. x: (tokens, H); index and weights: (tokens, k)."""
     w1, w2 = getattr(experts, form.first), experts.down_proj
     if form.is_transposed:
         w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
@@ -78,15 +80,17 @@ def run(experts: nn.Module, form: Form, x: Tensor, index: Tensor, weights: Tenso
 
 
 def _sorted(t: Tensor) -> Tensor:
-    """(..., [gate 0, up 0, gate 1, ...]) as (..., [gate 0, gate 1, ..., up 0, ...]), by views that DTensors have."""
+    """Sorts [gate 0, up 0, gate 1, ...] into [gate 0, gate 1, ..., up 0, ...] by views that DTensors have."""
     return t.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
 def _interleaved(t: Tensor) -> Tensor:
+    """The inverse of `_sorted`."""
     return t.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
 
 def patch(experts: nn.Module, form: Form) -> None:
+    """Changes the class of a module of experts, and sorts weights that are interleaved."""
     experts.__class__ = experts_class(type(experts), form)
     _replace_permuted(experts, _sorted)
 
@@ -98,6 +102,7 @@ def restore_weights(module: nn.Module) -> None:
 
 @torch.no_grad()
 def _replace_permuted(module: nn.Module, order: Callable[[Tensor], Tensor]) -> None:
+    """Reorders the interleaved parameters of a patched module, and their gradients, in place."""
     for name in getattr(type(module), "permuted", ()):
         weight = getattr(module, name, None)
         for t in (weight, None if weight is None else weight.grad):  # there may be no bias
@@ -109,7 +114,7 @@ def _replace_permuted(module: nn.Module, order: Callable[[Tensor], Tensor]) -> N
 
 
 def first_matrix(module: nn.Module) -> str | None:
-    """The parameter that w1 is, if a module's own parameters are the matrices of all experts."""
+    """The name of the parameter that is w1; None if the module's own parameters are no experts."""
     matrices = [name for name, p in module._parameters.items() if p is not None and p.dim() == 3]
     if "down_proj" not in matrices:
         return None
@@ -144,7 +149,7 @@ def form_of(experts: nn.Module) -> Form | str:
 
 
 def key_of(module: nn.Module) -> str:
-    """What a trial depends on beside the class."""
+    """What a trial depends on beside the class, for the cache of trials."""
     shapes = [(name, tuple(p.shape)) for name, p in module.named_parameters()]
     return repr((shapes, sorted(plain_attributes(module).items()), list(module.children())))
 
@@ -168,7 +173,7 @@ def find_form(module: nn.Module, experts: nn.Module, why_different: Callable[[nn
 
 
 def _candidates(experts: nn.Module) -> list[Form]:
-    """Forms whose shapes fit."""
+    """The forms that fit the shapes of the weights."""
     first = first_matrix(experts)
     w1, w2 = experts._parameters[first].shape, experts._parameters["down_proj"].shape
     factor, activations = (2, _GATED) if first == "gate_up_proj" else (1, _PLAIN)
@@ -184,13 +189,13 @@ def _candidates(experts: nn.Module) -> list[Form]:
 
 
 def _small_sizes(experts: nn.Module, form: Form) -> dict[int, int]:
-    """Small sizes for hidden and intermediate ones, as equal and as different as these are."""
+    """Maps hidden and intermediate sizes to small ones. Equal sizes stay equal."""
     hidden, inner = experts._parameters["down_proj"].shape[1:][:: -1 if form.is_transposed else 1]
     return {hidden: 24, inner: 8, 2 * inner: 16}
 
 
 def _why_different(small: nn.Module, form: Form) -> str:
-    """How a class's own forward differs from the patched one's, "" if it does not."""
+    """Says how a class's own forward differs from the patched one's; "" if it does not."""
     random, tokens, base = Random(1), 6, type(small)
     num_experts, hidden = small.down_proj.shape[0], small.down_proj.shape[1 + form.is_transposed]
     grad, largest = random.normal(tokens, hidden), min(2, num_experts)
@@ -211,7 +216,7 @@ def _why_different(small: nn.Module, form: Form) -> str:
 
 
 def run_trial(small: nn.Module, arguments: tuple[Tensor, ...], grad: Tensor) -> dict[str, Tensor | None]:
-    """The (first) output, and the gradients of floating arguments and parameters."""
+    """Runs forward and backward. Returns outputs and gradients of arguments and parameters, by name."""
     leaves, inputs = {}, []
     for i, argument in enumerate(arguments):
         if argument.is_floating_point():
@@ -226,6 +231,7 @@ def run_trial(small: nn.Module, arguments: tuple[Tensor, ...], grad: Tensor) -> 
 
 
 def compare_trials(got: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> str:
+    """Says which output or gradient differs from the expected one; "" if none does."""
     for name, truth in expected.items():
         if not difference(got[name], truth) <= 1e-4:
             what = name if name.startswith("output") else f"the gradient of {name}"

@@ -32,6 +32,8 @@ class HeadOptions(NamedTuple):
 
 @functools.cache
 def head_class(options: HeadOptions) -> type:
+    """A subclass of nn.Linear whose forward returns the loss if it gets a target. Cached."""
+
     def forward(self, input: Tensor, target: Tensor | None = None, **kwargs) -> Tensor:
         """The logits; with a target the loss. It is computed here because FSDP gathers the weight for this forward."""
         if target is None:
@@ -46,6 +48,7 @@ def head_class(options: HeadOptions) -> type:
 
 @functools.cache
 def model_class(base: type, head_name: str, options: HeadOptions) -> type:
+    """A subclass of a language model whose forward computes the loss without logits. Cached."""
     names = list(inspect.signature(base.forward).parameters)[1:]  # without self
 
     def forward(self, *args, skip_logits: bool | None = None, use_token_scaling: bool = False, **kwargs):
@@ -67,6 +70,7 @@ def model_class(base: type, head_name: str, options: HeadOptions) -> type:
 
 
 def _skips_logits(model: nn.Module, head_name: str, skip_logits: bool | None, named: dict) -> bool:
+    """True if this call computes the loss without logits. named: the arguments of forward."""
     if skip_logits is None:
         logits_to_keep = named.get("logits_to_keep", 0)  # any other value requests logits
         skip_logits = model.training and isinstance(logits_to_keep, int) and logits_to_keep == 0
@@ -91,7 +95,10 @@ _WRAPPERS = (
 
 
 def why_bypassed(head: nn.Module) -> str:
-    """Why a patched model does not use its head to compute the loss; "" if it does. Called in every step."""
+    """Says why a patched model computes the loss without its head; "" if it uses it.
+
+    This is called in every step.
+    """
     kind = type(head)
     if getattr(kind, "computes_loss", False):
         return why_output_differs(head) or why_weights_unsupported(head)
@@ -162,7 +169,7 @@ def _make_output_class(kind: type[ModelOutput], has_token_accuracy: bool) -> typ
 
 
 def base_model(model: nn.Module) -> nn.Module:
-    """The model that PEFT wraps, or model."""
+    """The model that PEFT wraps; any other model as it is."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -170,13 +177,16 @@ _trials: dict[tuple, str] = {}
 
 
 def head_name_of(model: nn.Module) -> str | None:
-    """The attribute of a model that holds its head."""
+    """The attribute of a model that holds its head; None if the head is no submodule of its own."""
     head = model.get_output_embeddings()
     return next((name for name, child in model.named_children() if child is head), None)
 
 
 def why_unsupported(model: nn.Module) -> str:
-    """Why the loss of a model, PEFT's wrapper removed, is left to Transformers; "" if quackish can compute it."""
+    """Says why a model's loss is left to Transformers; "" if quackish can compute it.
+
+    model: without PEFT's wrapper.
+    """
     if not isinstance(model, PreTrainedModel):
         return f"{a(type(model))} is no model of Transformers"
     head_name = head_name_of(model)
@@ -241,6 +251,7 @@ class _BackboneOutput(ModelOutput):
 
 
 def _try(model: nn.Module, base: type, head_name: str, classes: int, has_bias: bool) -> str:
+    """Says how the patched loss of a small model, or a gradient, differs from its own; "" if none does."""
     random, batch, length, size = Random(), 2, 5, 8
     hidden = random.normal(batch, length, size).requires_grad_()
     small = shell(model, base)
@@ -278,6 +289,7 @@ def _try(model: nn.Module, base: type, head_name: str, classes: int, has_bias: b
 
 
 def _without_router_logits(config):
+    """A copy of the config without router logits, which a `_Backbone` does not have."""
     config = copy.deepcopy(config)
     for part in (config, config.get_text_config()):
         if getattr(part, "output_router_logits", None):

@@ -22,6 +22,7 @@ class Logits:
 
     @property
     def logit_scale(self) -> float | None:
+        """The factor of softcap * tanh(z / softcap), or of z, as in `linear_cross_entropy`; None if it is 1."""
         scale = self.multiplier / self.divisor
         if self.softcap is not None:
             scale = self.multiplier / (self.divisor * self.softcap)
@@ -38,6 +39,7 @@ class Logits:
         return Logits(self.head, self.hidden, self.softcap, self.multiplier, self.divisor * factor)
 
     def tanh(self):
+        """Applies tanh, which makes divisor / multiplier the softcap."""
         if self.softcap is not None:
             raise UnsupportedError("the forward applies tanh to logits twice")
         return Logits(self.head, self.hidden, self.divisor / self.multiplier)
@@ -79,7 +81,7 @@ def _check_number(factor) -> None:
 
 
 class HeadWithoutLogits:
-    """In place of lm_head: gives `Logits`."""
+    """Stands in for lm_head. A call returns `Logits`."""
 
     def __init__(self, head: nn.Module):
         self._head = head
@@ -92,10 +94,10 @@ class HeadWithoutLogits:
 
 
 class WithoutLogits:
-    """In place of a model, as `self` of its forward.
+    """Stands in for a model as `self` of its forward.
 
     head_name: the attribute that holds the head, which is `lm_head` in most models.
-    return_token_accuracy: `token_accuracy` has the accuracy after the forward.
+    return_token_accuracy: the forward sets `token_accuracy`.
     """
 
     def __init__(self, model: nn.Module, head_name: str, return_token_accuracy: bool = False):

@@ -26,6 +26,7 @@ class GuardedMask(Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
+        """Runs what treats bool and additive masks alike. Raises UnsupportedError for anything else."""
         name, kwargs = func.__name__, kwargs or {}
         is_read = name in _READ or _is_internal(name, func)
         if not (is_read or name in _KEPT or name in _MOVED) or not _is_unambiguous(name, args, kwargs):
@@ -90,6 +91,7 @@ def _is_internal(name: str, func: Any) -> bool:
 
 
 def _transposes(name: str, func: Any) -> bool:
+    """True for attributes that exchange queries and keys."""
     return name == "__get__" and func.__self__ in (Tensor.T, Tensor.mT, Tensor.H, Tensor.mH)
 
 
@@ -101,6 +103,7 @@ def _is_unambiguous(name: str, args: tuple, kwargs: dict) -> bool:
 
 
 def _guarded(cls: type, name: str, out: Any) -> Any:
+    """Makes a mask of an output. Raises UnsupportedError for a tensor that is not bool."""
     if not isinstance(out, Tensor):
         return out
     if out.dtype != torch.bool:
@@ -121,6 +124,7 @@ def _full(args: Any) -> tuple:
 
 
 def _refusal(name: str) -> str:
+    """The message about a function that a guarded mask does not support."""
     return f"{_caller()} uses {name}() on an attention mask that only quackish's attention can read; {REMEDY}"
 
 

@@ -36,6 +36,7 @@ _OUT_DTYPES = {
 
 @functools.cache
 def norm_class(base: type, formula: Formula) -> type:
+    """A subclass of a norm whose forward runs `quackish.rms_norm`. Cached."""
     eps, has_weight, weight_offset, rule = formula
     out_dtype = _OUT_DTYPES[rule]
 
@@ -68,6 +69,7 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def _eps_attributes(module: nn.Module) -> list[str]:
+    """The names of the attributes that may hold eps."""
     found = []
     for name, value in vars(module).items():
         if ("eps" in name or "epsilon" in name) and (value is None or isinstance(value, float)):
@@ -108,6 +110,7 @@ def formula_of(module: nn.Module) -> Formula | str:
 
 
 def _try(module: nn.Module, base: type, size: int | None) -> Formula | str:
+    """The first formula that a small norm computes, or how it differs from the first one tried."""
     norm, random, n = shell(module, base), Random(), size or getattr(module, "normalized_shape", (48,))[-1]
     if size:
         norm.weight = nn.Parameter(random.normal(n, mean=0.5, std=0.5))
@@ -130,7 +133,7 @@ _TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2**-6}
 
 
 def _why_different(norm: nn.Module, patched: type, formula: Formula, random: Random, n: int) -> str:
-    """How a class's own forward differs from the patched one's, "" if it does not."""
+    """Says how a class's own forward differs from the patched one's; "" if it does not."""
     base, own_eps = type(norm), getattr(norm, formula.eps)
     perturbed = [own_eps] if own_eps is None else [own_eps, 0.01 + 2 * own_eps]  # it is read at every call
     try:
@@ -159,6 +162,7 @@ def _why_different(norm: nn.Module, patched: type, formula: Formula, random: Ran
 
 
 def _run(norm: nn.Module, base: type, x: Tensor, grad: Tensor) -> list[Tensor | None]:
+    """Runs `base`'s forward and backward. Returns y and the gradients, in the order of _RESULTS."""
     leaves = [x.clone().requires_grad_(), *norm.parameters()]
     y = base.forward(norm, leaves[0])
     grads = torch.autograd.grad(y, leaves, grad.to(y.dtype), allow_unused=True)

@@ -21,6 +21,8 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class _ApplyOptions(TypedDict, total=False):
+    """The keywords of `apply`, for `applied`."""
+
     norms: bool
     head: bool
     experts: bool
@@ -93,17 +95,20 @@ def apply(
 
 
 def _check_is_whole(model: nn.Module) -> None:
+    """Raises ValueError for a model that FSDP has sharded."""
     sharded = [a(type(module)) for module in model.modules() if type(module).__name__.startswith("FSDP")]
     if sharded:
         raise ValueError(f"apply: the model has {sharded[0]}, expected a model before FSDP shards it")
 
 
 def _error(entries: list[Entry], message: str) -> ValueError | UnsupportedError:
+    """An UnsupportedError if only experts cannot be patched, else a ValueError."""
     kind = UnsupportedError if entries and all(entry.kind == "experts" for entry in entries) else ValueError
     return kind(f"apply: {message}")
 
 
 def _patch(entry: Entry, model: nn.Module, options: head_patches.HeadOptions) -> None:
+    """Changes the class of an entry's module and, for the loss, of its head."""
     module = entry.module
     if entry.kind == "norm":
         module.__class__ = norm_patches.norm_class(type(module), norm_patches.formula_of(module))
@@ -143,6 +148,7 @@ def _patched(model: nn.Module) -> set[nn.Module]:
 
 
 def _unpatch(modules: set[nn.Module]) -> None:
+    """Restores classes and weights. Raises ValueError, before any change, if that is impossible."""
     for module in modules:
         if "_quackish_unpatched" not in vars(type(module)):  # as FSDP2 and parametrizations subclass it
             raise ValueError(

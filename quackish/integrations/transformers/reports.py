@@ -66,6 +66,7 @@ def report(model: nn.Module) -> Report:
 
 
 def check_is_module(function: str, model: nn.Module) -> None:
+    """Raises TypeError for anything but a module, such as a model's name."""
     if not isinstance(model, nn.Module):
         hint = (
             f": load it first, with AutoModelForCausalLM.from_pretrained({model!r})" if isinstance(model, str) else ""
@@ -74,16 +75,21 @@ def check_is_module(function: str, model: nn.Module) -> None:
 
 
 def is_experts(module: nn.Module) -> bool:
+    """True for a module that may be patched as experts: it holds their weights, or is a block of them."""
     is_plain = experts.first_matrix(module) is not None and not scaled_experts.is_inner(module)
     return is_plain or scaled_experts.is_block(module)
 
 
 def experts_form(module: nn.Module) -> experts.Form | str:
+    """The form of a module for which `is_experts` holds, or why it has none."""
     return scaled_experts.form_of(module) if scaled_experts.is_block(module) else experts.form_of(module)
 
 
 def _why_bypassed(model: nn.Module, name: str) -> str:
-    """Kernels of a hub replace the forward of the parent, and read the weights of the experts there."""
+    """Says why the parent of experts does not call them; "" if it does.
+
+    Kernels of a hub replace the forward of the parent, and read the weights of the experts there.
+    """
     parent = model.get_submodule(name.rpartition(".")[0])
     if "forward" not in vars(parent):
         return ""
@@ -91,16 +97,18 @@ def _why_bypassed(model: nn.Module, name: str) -> str:
 
 
 def _why(proof: tuple | str) -> str:
-    """The reason that a trial gave, "" if it gave a formula."""
+    """The reason that a trial gave; "" if it gave a formula."""
     return proof if isinstance(proof, str) else ""
 
 
 def _why_experts(patched: nn.Module) -> str:
+    """Says why patched experts run Transformers' code; "" if they do not."""
     is_block = scaled_experts.is_block(patched)
     return scaled_experts.why_bypassed(patched.experts) if is_block else why_weights_unsupported(patched)
 
 
 def _why_loss(patched: nn.Module) -> str:
+    """Says why a patched model computes its loss with Transformers' code; "" if it does not."""
     head_name = type(patched).head_name
     why = head.why_bypassed(getattr(patched, head_name))
     return f"{head_name}: {why}" if why else ""

@@ -20,6 +20,8 @@ from quackish.integrations.transformers.trial import Random, isolated, reason
 
 @functools.cache
 def block_class(base: type, form: Form) -> type:
+    """A subclass of a block that multiplies each token by its top k experts alone. Cached."""
+
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         if why := why_bypassed(self.experts):
             warn_unless_compiling(f"experts of {a(base)}: {why}. Its own forward runs.")
@@ -35,7 +37,7 @@ def block_class(base: type, form: Form) -> type:
 
 
 def why_bypassed(inner: nn.Module) -> str:
-    """Why a patched block runs its experts on all tokens; "" if it runs them on the chosen ones."""
+    """Says why a patched block runs its experts on all tokens; "" if it runs the chosen ones."""
     if not getattr(type(inner), "takes_index", False):
         return f"they are {a(type(inner))}, expected the patched ones"
     return why_output_differs(inner) or why_weights_unsupported(inner)
@@ -43,6 +45,8 @@ def why_bypassed(inner: nn.Module) -> str:
 
 @functools.cache
 def experts_class(base: type, form: Form) -> type:
+    """A subclass of a block's experts whose forward takes the index of each row's expert. Cached."""
+
     def forward(self, hidden_states: Tensor, index: Tensor | None = None) -> Tensor:
         if index is None:
             return base.forward(self, hidden_states)
@@ -53,6 +57,7 @@ def experts_class(base: type, form: Form) -> type:
 
 
 def patch(block: nn.Module, form: Form) -> None:
+    """Changes the classes of a block and of its experts."""
     block.__class__ = block_class(type(block), form)
     block.experts.__class__ = experts_class(type(block.experts), form)
 
@@ -67,6 +72,7 @@ def is_block(module: nn.Module) -> bool:
 
 
 def is_inner(module: nn.Module) -> bool:
+    """True for experts whose forward takes nothing but hidden states."""
     return experts.first_matrix(module) is not None and len(experts.takes(module)) == 1
 
 
@@ -91,7 +97,7 @@ def form_of(block: nn.Module) -> Form | str:
 
 
 def _why_different(small: nn.Module, form: Form) -> str:
-    """How a class's own forward differs from the patched one's, "" if it does not."""
+    """Says how a class's own forward differs from the patched one's; "" if it does not."""
     random, classes = Random(1), (type(small), type(small.experts))
     hidden = small.experts.down_proj.shape[1 + form.is_transposed]
     for scale, training in ((0.3, True), (30.0, False)):  # large activations reach limits

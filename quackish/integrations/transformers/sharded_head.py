@@ -6,7 +6,10 @@ from quackish.errors import UnsupportedError
 
 
 def loss_of_sharded_head(input: Tensor, weight: Tensor, target: Tensor, *, return_stats: bool, **options) -> Tensor:
-    """A replicated DTensor (ranks, ranks) full of the loss: not square any more if ColwiseParallel then shards it."""
+    """Returns a replicated DTensor (ranks, ranks), each element of which is the loss.
+
+    If ColwiseParallel then shards it, it is no longer square, which `from_sharded_head` refuses.
+    """
     from torch.distributed.tensor import DTensor, Replicate
 
     from quackish import parallel

@@ -55,7 +55,7 @@ def _new_subclass(base: type, forward: Callable, made_by: tuple, attributes: dic
 
 
 def _new(make_class: Callable[..., type], *args) -> nn.Module:
-    """A patched module that pickle fills."""
+    """Makes an empty patched module, for pickle to fill."""
     patched = make_class(*args)
     return patched.__new__(patched)
 

@@ -16,7 +16,7 @@ from quackish.errors import UnsupportedError
 
 @contextlib.contextmanager
 def isolated() -> Iterator[None]:
-    """Context in which trials run."""
+    """A context for trials: it neither reads nor changes the caller's state."""
     with (
         torch.inference_mode(False),  # turns gradients on too
         torch.autocast("cpu", enabled=False),
@@ -42,7 +42,7 @@ def plain_attributes(module: nn.Module) -> dict[str, object]:
 
 
 def shell(module: nn.Module, base: type) -> nn.Module:
-    """A `base` with module's plain attributes and submodules without parameters, but without parameters and hooks."""
+    """A `base` with module's plain attributes and parameterless submodules, and no parameters or hooks."""
     new = base.__new__(base)
     nn.Module.__init__(new)
     new.__dict__.update(plain_attributes(module))
@@ -69,7 +69,7 @@ class Random:
 
 
 def small_copy(module: nn.Module, base: type, sizes: dict[int, int], random: Random) -> nn.Module:
-    """The same module and submodules with random parameters, and `sizes` instead of the sizes that are its keys."""
+    """Copies a module with random parameters, and with small sizes. sizes: {size: small size}."""
     small = shell(module, base)
     for name, value in vars(small).items():
         if type(value) is int and ("size" in name or "dim" in name):
