@@ -137,7 +137,7 @@ MUTATIONS = (
     # host code
     Mutation(
         "no_version_bump_of_grad_weight_out",
-        "quackish/ops/linear_cross_entropy/steps.py",
+        "quackish/ops/linear_cross_entropy/launches.py",
         "torch.autograd.graph.increment_version(out)",
         "pass",
         "tests/linear_cross_entropy/test_schedules.py -k autograd_detects_writes_to_grad_weight_out",
@@ -151,16 +151,16 @@ MUTATIONS = (
     ),
     Mutation(
         "saved_exponentials_of_a_retained_graph_written",
-        "quackish/ops/linear_cross_entropy/autograd.py",
-        "if saved is None or not is_graph_kept():",
-        "if True:",
+        "quackish/ops/linear_cross_entropy/schedules.py",
+        "if is_graph_kept():",
+        "if False:",
         "tests/linear_cross_entropy/test_schedules.py -k 'modifies_no_saved_tensor and stored'",
     ),
     Mutation(
         "retained_graph_hands_out_gradients_again",
-        "quackish/ops/linear_cross_entropy/autograd.py",
-        'ctx.__dict__.pop("computed", _NO_RESULT)',
-        'ctx.__dict__.get("computed", _NO_RESULT)',
+        "quackish/ops/linear_cross_entropy/operators.py",
+        'ctx.__dict__.pop("computed", _NOTHING)',
+        'ctx.__dict__.get("computed", _NOTHING)',
         "tests/linear_cross_entropy/test_autograd.py "
         "-k 'two_backwards and bias and chunked and mean and False and kernels'",
     ),

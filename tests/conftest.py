@@ -174,7 +174,7 @@ def path(request, poisoned):
 @pytest.fixture
 def few_rows_counted(monkeypatch):
     """PyTorch sorts rows by class if a chunk has more than 100, instead of more than 16,384."""
-    monkeypatch.setattr("quackish.ops.linear_cross_entropy.steps.MOST_ROWS_COUNTED", 100)
+    monkeypatch.setattr("quackish.ops.linear_cross_entropy.launches.MOST_ROWS_COUNTED", 100)
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import torch
 
 from quackish import grouped_mlp, rms_norm
 from quackish.device.kernel_device import device_of
+from quackish.ops.linear_cross_entropy import launches
 from quackish.ops.linear_cross_entropy import layout as configs
-from quackish.ops.linear_cross_entropy import steps
 from quackish.ops.linear_cross_entropy.api import linear_cross_entropy
 from quackish.ops.mlp import kernel_steps
 from quackish.ops.mlp.reference import GATED
@@ -132,7 +132,7 @@ def run_linear_cross_entropy(name) -> None:
             patch.setattr(configs, "scratch_columns", lambda *how: 256)
             patch.setattr(configs, "MIN_DX_ELEMENTS", 1)
         if "PyTorch sorts" in name:
-            patch.setattr(steps, "MOST_ROWS_COUNTED", 100)
+            patch.setattr(launches, "MOST_ROWS_COUNTED", 100)
         clear_caches()
         assert not narrow or configs.first_classes(m, v, h, dtype.itemsize) is not None
         if alone:

@@ -115,10 +115,10 @@ def check(call, text, **names):
 
 @pytest.mark.parametrize("call", TABLE)
 def test_messages(call):
-    plans = dict(api._plans)
+    calls = dict(api._calls)
     for _ in range(2):  # a wrong call leaves no plan that a second one finds
         check(call, TABLE[call])
-    assert api._plans == plans
+    assert api._calls == calls
 
 
 MODEL = "'meta-llama/Llama-3.2-1B'"

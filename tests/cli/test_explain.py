@@ -18,10 +18,10 @@ from quackish.device.kernel_for import CompiledKernel
 from quackish.device.launch import Resources
 from quackish.device.work import describe
 from quackish.gpu import B200, GH200, H100, H100_NVL, H100_PCIE, H200
+from quackish.ops.linear_cross_entropy import dry_run as lce_dry_run
 from quackish.ops.linear_cross_entropy import layout as lce_config
-from quackish.ops.linear_cross_entropy import memory
-from quackish.ops.linear_cross_entropy.dry_run import frontier
-from quackish.ops.linear_cross_entropy.launches import representatives
+from quackish.ops.linear_cross_entropy.dry_run import representatives
+from quackish.ops.linear_cross_entropy.tools import frontier
 from quackish.ops.rms_norm.problems import RmsNormBwdProblem
 from quackish.ops.rms_norm.tools import RMS_NORM
 from quackish.ops.shared import dry_run
@@ -367,7 +367,7 @@ def test_a_dry_run_skips_equal_iterations(words, gpu, monkeypatch):
         return len(result.steps), (counts, result.peak_bytes, result.buffers, result.plan, points)
 
     count, run = found()
-    monkeypatch.setattr(memory, "representatives", lambda items: ((item, 1) for item in items))
+    monkeypatch.setattr(lce_dry_run, "representatives", lambda items: ((item, 1) for item in items))
     count_of_all, run_all = found()
     assert run == run_all
     assert count < count_of_all

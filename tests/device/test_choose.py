@@ -17,7 +17,7 @@ from quackish.device.kernel_for import CompiledKernel
 from quackish.gpu import B200, H100, H200
 from quackish.kernels.gemm.grouped_problem import GroupedGemmProblem
 from quackish.kernels.gemm.problem import GemmConfig, GemmProblem, gemm_config, gemm_smem_bytes, gemm_why_illegal
-from quackish.ops.linear_cross_entropy.buffers import RowState
+from quackish.ops.linear_cross_entropy.calls import RowState
 from quackish.ops.linear_cross_entropy.launches import LceKernels
 from quackish.ops.linear_cross_entropy.row_problems import LceScatterProblem
 from quackish.ops.rms_norm.api import rms_norm, rms_norm_backward, rms_norm_forward

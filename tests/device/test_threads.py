@@ -13,7 +13,7 @@ from quackish import errors
 from quackish.device import kernel_device as device
 from quackish.device import spec
 from quackish.ops.attention import kernel_steps as attention_steps
-from quackish.ops.linear_cross_entropy import autograd as lce
+from quackish.ops.linear_cross_entropy import operators as lce
 from quackish.ops.mlp import kernel_steps as grouped_mlp_steps
 from quackish.ops.rms_norm import plans as rms_norm_plans
 from quackish.ops.rms_norm.problems import FORWARD_SPEC

@@ -20,7 +20,7 @@ from quackish.kernels.gemm import umma
 from quackish.kernels.gemm.grouped_problem import GroupedGemmProblem, cluster_tile_for
 from quackish.kernels.gemm.problem import DlogitsArgs, GemmProblem, ResidualArgs, RowsOutArgs
 from quackish.kernels.gemm.sm100_config import GemmSm100Config, gemm_sm100_why_illegal
-from quackish.ops.linear_cross_entropy.buffers import ExpLogits
+from quackish.ops.linear_cross_entropy.calls import ExpLogits
 from quackish.ops.linear_cross_entropy.launches import LceKernels
 from quackish.testing.errors import error, same_bits
 from tests.emulated_kernels import NO_SLOT, lce_kernels

@@ -413,7 +413,7 @@ def kernels(groups):
         assert (k.calls["logits"], k.calls["dlogits"], k.calls["dx"]) == (1, 1, 1)
         assert torch.equal(before[0][0], after[0][0])
         ranks = Ranks((30, 0, 20))  # rows that PyTorch sorts by class, where a shard has a single one that stands in
-        with mock.patch("quackish.ops.linear_cross_entropy.steps.MOST_ROWS_COUNTED", 100):
+        with mock.patch("quackish.ops.linear_cross_entropy.launches.MOST_ROWS_COUNTED", 100):
             for schedule in SCHEDULES:
                 agree_with_truth(ranks, *make(300, 8, 50, torch.bfloat16, return_lse=True), schedule=schedule)
     torch.use_deterministic_algorithms(False)

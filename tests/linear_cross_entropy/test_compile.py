@@ -9,9 +9,9 @@ import torch._dynamo.testing
 from quackish.errors import UnsupportedError
 from quackish.ops.linear_cross_entropy import checks
 from quackish.ops.linear_cross_entropy.api import linear_cross_entropy
-from quackish.ops.linear_cross_entropy.calls import GradOutputs, Plan, unpack
+from quackish.ops.linear_cross_entropy.calls import GradOutputs, LossPlan, Outputs, Saved, unpack
 from quackish.ops.linear_cross_entropy.checks import Inputs
-from quackish.ops.linear_cross_entropy.operators import Outputs, Saved, backward_operator, forward_operator
+from quackish.ops.linear_cross_entropy.operators import backward_operator, forward_operator
 from tests.linear_cross_entropy.cases import (
     IGNORED,
     OPTIONS,
@@ -45,7 +45,7 @@ def test_opcheck(needs, schedule, device):
             t.requires_grad_(need)
         scale = torch.tensor(0.7, device=device)
         inputs = Inputs(x, w, target, kw["linear_bias"], kw["weight"], scale)
-        plan = Plan(IGNORED, 0.1, 3.0, 1e-3, reduction, return_stats, FP32, "", schedule, 5)
+        plan = LossPlan(IGNORED, 0.1, 3.0, 1e-3, reduction, return_stats, FP32, "", schedule, 5)
         args = *inputs, *plan, needs
         torch.library.opcheck(forward_operator.overload, args)
         with torch.no_grad():

@@ -185,9 +185,9 @@ def test_rejected_argument_does_not_affect_equal_valid_one(first, second):
 @pytest.mark.parametrize("name, numbers", [("num_items", (3, 4)), ("logit_scale", (0.5, 0.7))])
 def test_plan_is_shared_by_all_numbers(name, numbers):
     wrong(**{name: numbers[0]})
-    plans = dict(api._plans)
+    calls = dict(api._calls)
     wrong(**{name: numbers[1]})
-    assert api._plans == plans
+    assert api._calls == calls
 
 
 @pytest.mark.parametrize(

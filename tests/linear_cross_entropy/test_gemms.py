@@ -25,8 +25,7 @@ from quackish.kernels.gemm.problem import (
     splits_dw_tail,
 )
 from quackish.ops.linear_cross_entropy import row_state
-from quackish.ops.linear_cross_entropy.buffers import ExpLogits, RowState
-from quackish.ops.linear_cross_entropy.calls import ProblemFields
+from quackish.ops.linear_cross_entropy.calls import ExpLogits, ProblemFields, RowState
 from quackish.ops.linear_cross_entropy.launches import LceKernels
 from quackish.testing import assert_deterministic
 from quackish.testing.errors import error, same_bits
@@ -172,7 +171,7 @@ def in_state(epilogue, state, start):
 
 
 def problem_fields(c, epilogue, bias, smoothing=False, stats=False):
-    """The Call.fields of `prepare_call` for a call with a Case's rows and this epilogue."""
+    """The KernelCall.fields of a call with a Case's rows and this epilogue."""
     return ProblemFields(
         h=c.h, dtype=c.dtype, target_dtype=torch.int64, bias_dtype=bias, class_weight_dtype=None,
         softcap=epilogue.softcap > 0, smoothing=smoothing, weighted=epilogue.class_weight is not None,

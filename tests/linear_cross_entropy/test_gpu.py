@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from quackish.device.kernel_device import why_unsupported
 from quackish.kernels.gemm.problem import NUM_TICKETS
 from quackish.ops.linear_cross_entropy.api import linear_cross_entropy
-from quackish.ops.linear_cross_entropy.buffers import RowState
+from quackish.ops.linear_cross_entropy.calls import RowState
 from quackish.ops.linear_cross_entropy.gemm_problems import GEMM_SPEC
 from quackish.ops.linear_cross_entropy.layout import first_classes
 from quackish.testing import assert_deterministic

@@ -10,8 +10,8 @@ from quackish.device.cuda import dtype_of
 from quackish.device.kernel_device import device_of
 from quackish.kernels.gemm.problem import NUM_TICKETS
 from quackish.ops.linear_cross_entropy import reference, row_state
-from quackish.ops.linear_cross_entropy.buffers import ExpLogits, RowState
-from quackish.ops.linear_cross_entropy.launches import LceKernels
+from quackish.ops.linear_cross_entropy.calls import ExpLogits, RowState
+from quackish.ops.linear_cross_entropy.launches import LceKernels, order_by_class
 from quackish.ops.linear_cross_entropy.row_problems import (
     NO_SLOT,
     WIDE_BIAS,
@@ -33,7 +33,6 @@ from quackish.ops.linear_cross_entropy.row_problems import (
     StatsArgs,
     TargetsArgs,
 )
-from quackish.ops.linear_cross_entropy.steps import order_by_class
 from quackish.testing.errors import same_bits
 from tests.emulated_kernels import HUGE, decode, encode, rounding_residual_of
 from tests.variants import all_pairs, check_compiles, on_gpus, one_per_kernel

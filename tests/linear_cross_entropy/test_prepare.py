@@ -41,7 +41,7 @@ def asked():
 
 def prepare(x, w, target, kw, **options):
     inputs, options = inputs_and_options(x, w, target, **kw, **options)
-    preparing.prepare(inputs, public.make_plan(inputs, options), device_of(x.device))
+    preparing.prepare(public.make_call(inputs, options, eager=True))
 
 
 def called(x, w, target, kw, **options):
@@ -159,9 +159,10 @@ def test_prepare_allocates_nothing_and_sets_no_device(schedule, name, asked):
 
     for chunk_size in (None, 128):
         x, w, target, kw = make(300, 64, 700, BF16, **OPTIONS[name])
+        inputs, options = inputs_and_options(x, w, target, **kw, schedule=schedule, chunk_size=chunk_size)
+        call = public.make_call(inputs, options, eager=True)
         with Watch():
-            prepare(x, w, target, kw, schedule=schedule, chunk_size=chunk_size)
-    assert asked
+            assert preparing.requests_of(call)
     assert (devices, defaults) == ({"meta"}, {"cpu"})
 
 

@@ -19,11 +19,10 @@ import torch.nn.functional as F
 import quackish
 from quackish.errors import UnsupportedError
 from quackish.kernels.gemm.problem import NUM_TICKETS
-from quackish.ops.linear_cross_entropy import operators
-from quackish.ops.linear_cross_entropy.buffers import RowState
-from quackish.ops.linear_cross_entropy.calls import Plan
+from quackish.ops.linear_cross_entropy.calls import LossPlan, RowState, Saved, unpack
 from quackish.ops.linear_cross_entropy.checks import Inputs
 from quackish.ops.linear_cross_entropy.layout import first_classes, recompute_blocks, shared_storage
+from quackish.ops.linear_cross_entropy.operators import forward_operator
 from quackish.ops.linear_cross_entropy.row_problems import LceSortProblem
 from quackish.testing.errors import same_bits
 from tests.linear_cross_entropy.cases import (
@@ -505,7 +504,8 @@ def test_concurrent_backwards_have_separate_tickets(schedule, path):
     x, w, target, _ = path.case()
     loss = path.call(x, w, target, schedule=schedule)
     want = torch.autograd.grad(loss, [x, w], retain_graph=True)
-    (state,) = [saved for saved in loss.grad_fn.saved if isinstance(saved, RowState)]
+    _, saved, _ = unpack(loss.grad_fn.saved_tensors, Inputs, Saved)
+    state = RowState.from_memory(saved.state.data, x.shape[0])  # data: autograd must not see the write
     tickets = state.tensor("tickets", NUM_TICKETS).fill_(1)  # as during another backward
     got = torch.autograd.grad(loss, [x, w], retain_graph=True)
     assert all(map(same_bits, got, want))
@@ -559,13 +559,13 @@ def test_opcheck(needs, schedule, path):
             continue  # the rule makes it `recompute`
         dx_in_forward = (schedule, reduction) == ("recompute", "mean")
         how = IGNORED, 0.0, 3.0, 1e-3, reduction, reduction == "none", BF16, None
-        plan = Plan(*how, schedule, 128, dx_in_forward, dx_in_forward)
+        plan = LossPlan(*how, schedule, 128, dx_in_forward, dx_in_forward)
         scale, items = torch.tensor(0.7, **path.here), torch.tensor(9.0, **path.here)
         inputs = Inputs(x, w, target, kw["linear_bias"], kw["weight"], scale, items)
         args = *inputs, *plan, needs
         # without the gradient tests of torch.compile, which are too strict for bf16
         tests = "test_schema", "test_autograd_registration", "test_faketensor"
-        torch.library.opcheck(operators.forward_operator.overload, args, test_utils=tests)
+        torch.library.opcheck(forward_operator.overload, args, test_utils=tests)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

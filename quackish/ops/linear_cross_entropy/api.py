@@ -10,8 +10,8 @@ from quackish.device import choose
 from quackish.device.kernel_device import expects_kernels, refuse_portable, report_portable, why_unsupported
 from quackish.device.modes import are_plain, autocast_dtype, is_compiling, is_plain, is_transformed
 from quackish.errors import UnsupportedError, check_bool
-from quackish.ops.linear_cross_entropy import autograd, memory, operators, portable
-from quackish.ops.linear_cross_entropy.calls import Plan
+from quackish.ops.linear_cross_entropy import memory, operators, portable
+from quackish.ops.linear_cross_entropy.calls import Call, LossPlan, grads_needed, requires_grad
 from quackish.ops.linear_cross_entropy.checks import (
     FP32,
     Inputs,
@@ -24,7 +24,6 @@ from quackish.ops.linear_cross_entropy.checks import (
     resolve_compute_dtype,
 )
 from quackish.ops.linear_cross_entropy.gemm_problems import GEMM_SPEC
-from quackish.ops.linear_cross_entropy.launches import LceKernels
 from quackish.ops.linear_cross_entropy.layout import config_of
 from quackish.ops.linear_cross_entropy.reference import LinearCrossEntropyStats
 from quackish.ops.linear_cross_entropy.warm_up import prepare
@@ -136,18 +135,18 @@ def linear_cross_entropy(
         memory_limit=memory_limit, backend=backend,
     )  # fmt: skip
     eager = is_plain() and are_plain(inputs)  # else custom operators run
-    plan, kernels = plan_for(inputs, options) if eager else (make_plan(inputs, options), None)
+    call = call_for(inputs, options) if eager else make_call(inputs, options)
     if not eager and is_transformed():
-        loss, lse, *stats = _run_transformed(inputs, plan, options)
+        loss, *stats = _run_transformed(call, options)
     else:
         if grad_weight_out is not None and not is_compiling():
             check_buffer(
                 "linear_cross_entropy", grad_weight_out=grad_weight_out, linear_weight=linear_weight, input=input
             )
-        loss, lse, *stats = operators.run(inputs, plan, return_lse, eager, kernels)
+        loss, *stats = operators.run(call)
     if return_stats:
-        return loss, LinearCrossEntropyStats(lse, *stats)
-    return (loss, lse) if return_lse else loss
+        return loss, LinearCrossEntropyStats(*stats)
+    return (loss, stats[0]) if return_lse else loss
 
 
 class LossCall(Protocol):
@@ -266,36 +265,40 @@ class LinearCrossEntropyLoss(nn.Module):
 
 
 MODULE_OPTIONS = [name for name in Options._fields if name not in ("return_lse", "return_stats")]
-_MAX_PLANS = 4096  # the cache is cleared when full: with packed sequences, shapes may be new in every step
-_plans: dict[tuple, tuple[Plan, LceKernels | None]] = {}
+_MAX_CALLS = 4096  # the cache is cleared when full: with packed sequences, shapes may be new in every step
+_calls: dict[tuple, tuple] = {}  # the fields of a Call after `inputs`
 
 
-def plan_for(inputs: Inputs, options: Options) -> tuple[Plan, LceKernels | None]:
-    """The plan for these arguments, and its kernels, if any. A cached plan implies that the arguments are valid."""
+def call_for(inputs: Inputs, options: Options) -> Call:
+    """The call in plain eager mode. Its fields after `inputs` are computed once, and imply that arguments are valid."""
     try:
         key = choose.epoch, key_of(inputs, options)
-        found = _plans.get(key)
+        found = _calls.get(key)
     except (AttributeError, TypeError, ValueError):  # neither tensor nor number, or not hashable: make_plan raises
         key, found = None, None
     if found is None:
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
-        found = _new_plan(inputs, options)
+        if len(_calls) >= _MAX_CALLS:
+            _calls.clear()
+        call = make_call(inputs, options, eager=True)
+        if call.kernels is not None:
+            prepare(call)
+        _, *fields = call
+        found = tuple(fields)
         if key is not None:
-            found = _plans.setdefault(key, found)  # of threads that race, the first one's
-    return found
+            found = _calls.setdefault(key, found)  # of threads that race, the first one's
+    return Call(inputs, *found)
 
 
-def _new_plan(inputs: Inputs, options: Options) -> tuple[Plan, LceKernels | None]:
-    plan, kernels = make_plan(inputs, options, eager=True), None
-    if plan.why_portable is None:
-        kernels = autograd.kernels_on(inputs.input.device)
-        prepare(inputs, plan, kernels.device)
-    return plan, kernels
+def make_call(inputs: Inputs, options: Options, eager: bool = False) -> Call:
+    """The call after its checks. Without `eager` it runs custom operators, which find their kernels themselves."""
+    plan, device = make_plan(inputs, options, eager), inputs.input.device
+    kernels = operators.kernels_on(device) if eager and plan.why_portable is None else None
+    needed = grads_needed(inputs, plan, requires_grad(inputs))
+    return Call(inputs, plan, needed, kernels, device, options.return_lse, eager)
 
 
 def key_of(inputs: Inputs, options: Options) -> tuple:
-    """Everything but the epoch that plans and checks depend on. For invalid arguments may raise or be unhashable."""
+    """Everything but the epoch that a cached call depends on. For invalid arguments may raise or be unhashable."""
     return (
         torch.is_grad_enabled(),  # without it, class weights may require grad
         *options,
@@ -314,7 +317,7 @@ def _range(number: float) -> tuple:
     return type(number), 0 <= number < 2**63, FP32.tiny <= number <= FP32.max
 
 
-def make_plan(inputs: Inputs, options: Options, eager: bool = False) -> Plan:
+def make_plan(inputs: Inputs, options: Options, eager: bool = False) -> LossPlan:
     """Checks the arguments and chooses path, schedule and chunks from shapes, dtypes, device and options."""
     check_tensors(inputs)
     check_options(options, inputs.logit_scale, inputs.num_items, inputs.input.device)
@@ -330,7 +333,7 @@ def make_plan(inputs: Inputs, options: Options, eager: bool = False) -> Plan:
         refuse_portable(why_portable, device, backend)
     if why_portable is not None and not expects_kernels(device):
         why_portable = ""
-    plan = Plan(
+    plan = LossPlan(
         ignore_index=-100 if options.ignore_index is None else options.ignore_index,
         label_smoothing=options.label_smoothing, softcap=softcap, z_loss=options.z_loss, reduction=options.reduction,
         return_stats=options.return_stats, compute_dtype=compute_dtype, why_portable=why_portable,
@@ -343,18 +346,18 @@ def make_plan(inputs: Inputs, options: Options, eager: bool = False) -> Plan:
     return plan.with_config(memory.choose_within_limit(limit, request, options.schedule, rows))
 
 
-def _run_transformed(inputs: Inputs, plan: Plan, options: Options) -> tuple[Tensor, ...]:
+def _run_transformed(call: Call, options: Options) -> tuple[Tensor, ...]:
     """Runs the reference, whose operations torch.func and forward-mode AD can differentiate."""
     reason = "linear_cross_entropy: torch.func transforms and forward-mode AD run the reference, with all logits"
     if options.backend == "cute":
         raise UnsupportedError(f'{reason}; expected none of them with backend="cute"')
-    if inputs.grad_weight_out is not None:
+    if call.inputs.grad_weight_out is not None:
         raise UnsupportedError(f"{reason}; expected no grad_weight_out, which only backward() adds to")
     if options.memory_limit is not None:
         raise UnsupportedError(f"{reason}; expected no memory_limit")
     if options.backend == "auto":
-        report_portable(reason, inputs.input.device, options.backend)
-    return portable.run_full_logits(inputs, plan)
+        report_portable(reason, call.device, options.backend)
+    return portable.run_full_logits(call)
 
 
 def _not_covered(compute_dtype: torch.dtype, h: int) -> str:

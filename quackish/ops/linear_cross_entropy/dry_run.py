@@ -1,123 +1,90 @@
-"""Dry runs of linear cross entropy for the tools: launches and memory of a call, and what each memory limit selects."""
+"""Dry runs: the operation's own code on meta tensors, with kernels that do nothing. Needs no GPU.
 
-import math
-from typing import NamedTuple
+warm_up.py finds a call's kernels with them, memory.py its peak memory, and the tools its launches.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import torch
 
-from quackish.cli.console import table_of
-from quackish.device.kernel_device import KernelDevice, substitute
-from quackish.device.kernel_for import kernel_for
+from quackish.device.choose import choose
+from quackish.device.kernel_device import KernelDevice, empty_on
+from quackish.device.kernel_for import CompiledKernel
 from quackish.gpu import Gpu
-from quackish.ops.linear_cross_entropy import api, memory
-from quackish.ops.linear_cross_entropy.calls import Plan
-from quackish.ops.linear_cross_entropy.checks import Inputs, Options
-from quackish.ops.linear_cross_entropy.layout import LinearCrossEntropyConfig, even_chunks, expected_time
-from quackish.ops.shared.dry_run import DryRun, Recorder
-from quackish.ops.shared.for_tools import Args, Operation
-from quackish.ops.shared.memory_counter import META
+from quackish.ops.linear_cross_entropy import operators
+from quackish.ops.linear_cross_entropy.calls import Call
+from quackish.ops.linear_cross_entropy.launches import LceKernels
+from quackish.ops.linear_cross_entropy.reference import accumulate_dtype
+
+empty, engine = empty_on("meta"), torch.autograd.Variable._execution_engine
+T = TypeVar("T")
 
 
-class Point(NamedTuple):
-    """The config that `memory_limit` selects from `bytes` up to the next faster point."""
+class DryRun:
+    """Forward and backward of a call, with the gradients of all inputs that require them."""
 
-    config: LinearCrossEntropyConfig
-    bytes: int
-    rows: int | None  # per chunk; None for a schedule without chunks
-    time: float  # expected, relative to the three GEMMs
+    def __init__(self, call: Call, gpu: Gpu, num_grads: int):
+        """call: on meta tensors. gpu: of its kernels. num_grads: how many of the first outputs have a gradient."""
+        self.phase = "forward"
+        self.calls = 1  # how often the current launch is repeated
+        if call.plan.why_portable is None:
+            call = call._replace(kernels=LceKernels(KernelDevice(gpu, self.kernel_for, empty), self.loop))
+        self.call, plan, shape = call, call.plan, call.inputs.target.shape
+        shapes = [shape if plan.reduction == "none" else (), *[shape] * (num_grads - 1)]
+        dtype = accumulate_dtype(plan.compute_dtype)
+        self.grad_outputs = [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
+        self.leaves = [t for t in call.inputs.parameters() if t is not None and t.requires_grad]
 
+    def run(self) -> Any:
+        results = operators.run(self.call)[: len(self.grad_outputs)]
+        self.phase = "backward"
+        kept = self.between()
+        if self.leaves:
+            # not torch.autograd.grad, which imports 500 modules (300 ms) to check the gradients' shapes
+            options = dict(allow_unreachable=True, accumulate_grad=False)
+            engine.run_backward(results, tuple(self.grad_outputs), False, False, tuple(self.leaves), **options)
+        del kept
+        return self
 
-def frontier(args: Args, gpu: Gpu) -> list[Point]:
-    """What each `memory_limit` selects for a call of linear cross entropy, the fastest first."""
-    (m, h), (_, request, options), points = args["input"].shape, _linear_cross_entropy(args, gpu), []
-    for config, needs in memory.frontier(request, options.schedule, options.chunk_size, gpu):
-        has_chunks = config.schedule == "chunked" or config.dw_in_chunks or config.keeps_first
-        has_chunks = has_chunks or not args["input"].requires_grad
-        rows = even_chunks(m, config.chunk_rows) if has_chunks else None
-        points.append(Point(config, needs, rows, expected_time(config, m, h)))
-    return points
+    def between(self) -> Any:
+        """Is called between forward and backward. What it returns is kept until backward ends."""
 
+    def kernel_for(self, problem: Any, gpu: Gpu) -> CompiledKernel:
+        return CompiledKernel(lambda *args: None, choose(problem, gpu).config)
 
-def dry_run(op: Operation, args: Args, gpu: Gpu, passes: tuple[str, ...]) -> DryRun:
-    """Eager mode. Not thread-safe."""
-    plan, request, options = _linear_cross_entropy(args, gpu)
-    chosen = plan.config
-    if options.memory_limit is not None:
-        limits = options.memory_limit, request, options.schedule, options.chunk_size
-        chosen = memory.choose_within_limit(*limits, gpu)
-    config = LinearCrossEntropyConfig(*chosen)
-    recorder = _Recorder(request._replace(device=META), config, gpu)  # bytes without rounding
-    recorder.run()
-    plan = recorder.plan
-    gathers = [step for step in recorder.steps if (step.phase, step.kernel) == ("forward", "lce_gather")]
-    num_chunks, sizes = sum(step.calls for step in gathers), dict.fromkeys(str(step.sizes["rows"]) for step in gathers)
-    grad = args["input"].requires_grad
-    decisions = {
-        "Schedule": _schedule(plan, args, options) if grad else "none, as nothing needs a gradient",
-        "Chunks": f"{num_chunks} in forward, of {' and '.join(sizes)} rows; at most {plan.chunk_rows}",
-    }
-    notes = ["All rows count as live: only the GPU knows how many are ignored, and skips those."]
-    return DryRun(None, decisions, recorder.steps, recorder.peak, recorder.buffers(), notes)
+    def loop(self, items: Sequence[Any]) -> Iterator[Any]:
+        """Runs the iterations that stand for all others. `calls` is how many, nested loops included."""
+        for item, count in representatives(items):
+            self.calls *= count
+            yield item
+            self.calls //= count
 
 
-def _linear_cross_entropy(args: Args, gpu: Gpu) -> tuple[Plan, memory.Request, Options]:
-    """The plan without a memory limit, the call, and its options."""
-    inputs = Inputs(*map(args.get, Inputs._fields))
-    options = Options(**{name: args[name] for name in Options._fields if name in args} | {"backend": "cute"})
-    with substitute(META, KernelDevice(gpu, kernel_for)):
-        plan = api.make_plan(inputs, options)
-    request = memory.Request(*memory.request_for(inputs, plan, options.return_lse, eager=True))
-    return plan, request._replace(device=torch.device("cuda")), options
+def representatives(items: Sequence[Any]) -> Iterator[tuple[Any, int]]:
+    """(item, the number of items that it stands for) of a schedule's loop, so that dry runs of long loops are short.
 
-
-def _schedule(plan: Plan, args: Args, options: Options) -> str:
-    """The schedule, and why."""
-    defers_gradients = {
-        "fp16": args["input"].dtype == torch.float16,
-        "label smoothing": options.label_smoothing,
-        'reduction "none"': options.reduction == "none",
-        "a returned lse": options.return_lse,
-        "returned statistics": options.return_stats,
-        "grad_weight_out": "grad_weight_out" in args,
-    }
-    reasons = " and ".join(reason for reason, holds in defers_gradients.items() if holds)
-    if options.memory_limit is not None:
-        text = f"{plan.schedule}, the fastest within the memory limit"
-    elif options.schedule == "auto":
-        text = f"{plan.schedule}, by the rule in kernel_config, quackish/ops/linear_cross_entropy/layout.py"
+    items: the starts of equal ranges, of which the last may be shorter, or Blocks. The first item stands for itself
+    only, because an iteration may add to the results of earlier ones.
+    """
+    if isinstance(items, range):
+        sizes = [len(items) - 1, 1] if items else []
     else:
-        is_given = plan.schedule == options.schedule
-        text = plan.schedule + (", as given" if is_given else f" in place of {options.schedule}")
-    if reasons and plan.schedule != "chunked":
-        text += f"; gradients are computed in backward because of {reasons}"
-    text += "; exponentials of the first chunk are kept" * plan.keeps_first
-    return text + "; the input's gradient is computed in forward" * plan.dx_in_forward
+        alike = itertools.groupby(items, lambda block: (block.v1 - block.v0, block.offset is None))
+        sizes = [sum(1 for _ in group) for _, group in alike]
+    start = 0
+    for size in sizes:
+        if size > 0:
+            yield items[start], 1
+        if size > 1:
+            yield items[start + 1], size - 1
+        start += size
 
 
-class _Recorder(Recorder, memory.MemoryDryRun):
-    """Records a call of linear cross entropy."""
-
-
-# For explain ----------------------------------------------------------------------------------------------------------
-
-
-def explain(args: Args, gpu: Gpu) -> tuple[list[str], list[str]]:
-    """(tables, notes): what each memory limit selects."""
-    grad = args["input"].requires_grad
-    note = "Expected times: expected_time in quackish/ops/linear_cross_entropy/layout.py, all gradients, bf16."
-    return [_limit_table(frontier(args, gpu), grad)], [note] * grad
-
-
-def _limit_table(points: list[Point], grad: bool) -> str:
-    """What each memory limit selects."""
-    limit, time = "memory_limit from MB", "expected time / 3 GEMMs"
-    rows = [
-        {
-            limit: math.ceil(point.bytes / 1e5) / 10,  # rounded up, so that this limit is enough
-            "schedule": point.config.schedule,
-            "chunk rows": point.rows,
-            time: point.time,
-        }
-        for point in points
-    ]
-    return table_of(rows, {limit: ",.1f", "schedule": "", "chunk rows": "d"} | ({time: ".2f"} if grad else {}))
+def isolated(function: Callable[..., T], *args: Any) -> T:
+    """function(*args) in a new thread, where none of the caller's modes, saved-tensor hooks, autocast or no_grad are
+    active."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function, *args).result()

@@ -1,29 +1,24 @@
 """The peak memory of a call, and the fastest config within a memory limit. Allocates nothing and needs no GPU.
 
-A dry run executes the operation's own code on meta tensors, with kernels that do nothing. A dispatch mode counts the
-memory that it would allocate.
+A dispatch mode counts the memory that a dry run would allocate.
 """
 
 import math
 import operator
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from quackish.device import cuda
-from quackish.device.choose import choose
-from quackish.device.kernel_device import KernelDevice, empty_on
-from quackish.device.kernel_for import CompiledKernel
 from quackish.device.modes import is_compiling
 from quackish.gpu import Gpu
-from quackish.ops.linear_cross_entropy import autograd, operators
-from quackish.ops.linear_cross_entropy.calls import GradOutputs, Grads, Plan
+from quackish.ops.linear_cross_entropy.calls import Call, GradOutputs, Grads, LossPlan, grads_needed, requires_grad
 from quackish.ops.linear_cross_entropy.checks import Inputs
-from quackish.ops.linear_cross_entropy.launches import LceKernels, representatives
+from quackish.ops.linear_cross_entropy.dry_run import DryRun, empty, isolated
 from quackish.ops.linear_cross_entropy.layout import LinearCrossEntropyConfig, LinearCrossEntropyProblem, by_speed
+from quackish.ops.linear_cross_entropy.operators import OPERATORS, kernels_on
 from quackish.ops.shared.memory_counter import META, LimitExceeded, MemoryCounter
 
 
@@ -41,18 +36,18 @@ class Request(NamedTuple):
     """Everything that memory depends on, except the config. torch.compile treats it as constants."""
 
     tensors: tuple  # of `tensor_metadata`
-    options: tuple  # Plan.options
+    options: tuple  # LossPlan.options
     return_lse: bool
     has_scale: bool  # logit_scale is given
     device: torch.device
-    eager: bool  # see operators.run
+    eager: bool  # see Call
 
     def inputs(self) -> Inputs:
         """The Metadata of each input; None for absent ones and numbers."""
         return Inputs(*(None if t is None else Metadata(*t) for t in self.tensors))
 
 
-def request_for(inputs: Inputs, plan: Plan, return_lse: bool, eager: bool) -> tuple:
+def request_for(inputs: Inputs, plan: LossPlan, return_lse: bool, eager: bool) -> tuple:
     """The fields of the Request of a plan without config.
 
     Leaves out values that memory does not depend on: torch.compile may have made them symbolic.
@@ -83,7 +78,7 @@ def _offset(t: Tensor) -> int | torch.SymInt:
     return 0 if is_compiling() else t.storage_offset() % 8
 
 
-def problem_for(plan: Plan, v: int, h: int, return_lse: bool, has_out: bool) -> LinearCrossEntropyProblem:
+def problem_for(plan: LossPlan, v: int, h: int, return_lse: bool, has_out: bool) -> LinearCrossEntropyProblem:
     """The problem that the config rules take."""
     return LinearCrossEntropyProblem(
         v=v, h=h, dtype=cuda.name_of(plan.compute_dtype), reduction=plan.reduction, softcap=plan.softcap is not None,
@@ -98,12 +93,8 @@ def problem_for(plan: Plan, v: int, h: int, return_lse: bool, has_out: bool) -> 
 def choose_within_limit(
     memory_limit: int, request: tuple, schedule: str, chunk_size: int | None, gpu: Gpu | None = None
 ) -> tuple[str, int, bool, bool, bool]:
-    """The fields of the fastest config within `memory_limit` bytes; ValueError if there is none.
-
-    Runs in a new thread, where none of the caller's modes, saved-tensor hooks, autocast or no_grad are active.
-    """
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(_choose, memory_limit, Request(*request), schedule, chunk_size, gpu).result()
+    """The fields of the fastest config within `memory_limit` bytes; ValueError if there is none."""
+    return isolated(_choose, memory_limit, Request(*request), schedule, chunk_size, gpu)
 
 
 # torch.compiler.assume_constant_result sets this too, but it imports the compiler, including Triton.
@@ -141,7 +132,7 @@ def frontier(
 
 def candidates(request: Request, schedule: str, chunk_size: int | None) -> list[LinearCrossEntropyConfig]:
     """The configs to try for a memory limit, the fastest first."""
-    inputs, plan = request.inputs(), Plan(*request.options)
+    inputs, plan = request.inputs(), LossPlan(*request.options)
     (v, h), m = inputs.linear_weight.shape, math.prod(inputs.target.shape)
     problem = problem_for(plan, v, h, request.return_lse, inputs.grad_weight_out is not None)
     return by_speed(problem, m, h, schedule, chunk_size)
@@ -150,22 +141,29 @@ def candidates(request: Request, schedule: str, chunk_size: int | None) -> list[
 # Dry runs -------------------------------------------------------------------------------------------------------------
 
 
-class MemoryDryRun(MemoryCounter):
-    """Runs forward and backward, with gradients of all outputs and of all inputs that require them."""
+class MemoryDryRun(MemoryCounter, DryRun):
+    """A dry run that counts memory, with gradients of all outputs."""
 
     def __init__(
         self, request: Request, config: LinearCrossEntropyConfig, gpu: Gpu | None = None, limit: float = math.inf
     ):
         """limit: bytes in addition to inputs and gradients. `run` raises LimitExceeded above it."""
-        super().__init__()
-        self.request, self.phase, self.limit = request, "forward", limit
-        self.plan = Plan(*request.options).with_config(config)
-        self.kernels = None
-        if self.plan.why_portable is None:
-            gpu = gpu or autograd.kernels_on(request.device).gpu
-            self.kernels = LceKernels(KernelDevice(gpu, self.kernel_for, empty_on(META)), self.loop)
-        self.grad_bytes = 0
-        self.forward_grad_bytes = 0  # of the gradients that the forward operator returns
+        MemoryCounter.__init__(self)
+        self.request, self.forward_grad_bytes = request, 0  # of the gradients that the forward operator returns
+        self.plan = plan = LossPlan(*request.options).with_config(config)
+        inputs = Inputs(*(None if t is None else _meta_tensor(t) for t in request.inputs()))
+        if request.has_scale:
+            inputs = inputs._replace(logit_scale=1.0)
+        if plan.why_portable is None:
+            gpu = gpu or kernels_on(request.device).gpu
+        needed = grads_needed(inputs, plan, requires_grad(inputs))
+        call = Call(inputs, plan, needed, None, request.device, request.return_lse, request.eager)
+        num_row_grads = len(GradOutputs._fields) - 1 if plan.return_stats else int(request.return_lse)
+        DryRun.__init__(self, call, gpu, 1 + num_row_grads)
+        self.ignore(*(t for t in inputs if isinstance(t, Tensor)), *self.grad_outputs)
+        dw_out = inputs.grad_weight_out
+        self.grad_bytes = sum(t.nbytes for t in self.leaves if dw_out is None or t is not inputs.linear_weight)
+        self.limit = limit + self.grad_bytes
 
     @property
     def peak_without_grads(self) -> int:
@@ -173,46 +171,20 @@ class MemoryDryRun(MemoryCounter):
 
     def run(self) -> "MemoryDryRun":
         # Import it now: done by the first operation, the import would keep tensors alive until garbage collection.
-        import torch._dynamo
 
-        tensors = [None if t is None else _meta_tensor(t) for t in self.request.inputs()]
-        plan, return_lse, inputs = self.plan, self.request.return_lse, Inputs(*tensors)
-        if self.request.has_scale:
-            inputs = inputs._replace(logit_scale=1.0)
-        shape, dw_out = inputs.target.shape, inputs.grad_weight_out
-        dtype = autograd.accumulate_dtype(plan.compute_dtype)
-        num_row_grads = len(GradOutputs._fields) - 1 if plan.return_stats else int(return_lse)
-        shapes = [shape if plan.reduction == "none" else (), *[shape] * num_row_grads]
-        grad_outputs = [torch.empty(shape, dtype=dtype, device=META) for shape in shapes]
-        self.ignore(*tensors, *grad_outputs)
-        requires_grad = [t for t in inputs.parameters() if t is not None and t.requires_grad]
-        self.grad_bytes = sum(t.nbytes for t in requires_grad if dw_out is None or t is not inputs.linear_weight)
-        self.limit += self.grad_bytes
         with self:
-            results = operators.run(inputs, plan, return_lse, self.request.eager, self.kernels)[: len(grad_outputs)]
-            self.phase = "backward"
-            # compiled code scales forward's gradients out of place
-            num_bytes = self.forward_grad_bytes
-            copies = torch.empty(num_bytes, dtype=torch.uint8, device=META) if num_bytes else None
-            if requires_grad:
-                torch.autograd.grad(results, requires_grad, grad_outputs, allow_unused=dw_out is not None)
-            del copies
-        return self
+            return super().run()
 
-    def loop(self, items: Sequence[Any]) -> Iterator[Any]:
-        """Runs the iterations that stand for all others. `calls` is how many, nested loops included."""
-        for item, count in representatives(items):
-            self.calls *= count
-            yield item
-            self.calls //= count
-
-    def kernel_for(self, problem: Any, gpu: Gpu) -> CompiledKernel:
-        return CompiledKernel(lambda *args: None, choose(problem, gpu).config)
+    def between(self) -> Tensor | None:
+        """Compiled code scales forward's gradients out of place."""
+        num_bytes = self.forward_grad_bytes
+        return torch.empty(num_bytes, dtype=torch.uint8, device=META) if num_bytes else None
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in operators.IMPLEMENTATIONS:  # our operators: run them instead of their fake implementations
+        operator = next((op for op in OPERATORS if op.overload is func), None)
+        if operator is not None:  # run it instead of its fake implementation
             with self:
-                result = operators.IMPLEMENTATIONS[func](*args, kernels=self.kernels, device=self.request.device)
+                result = operator.run(*args, kernels=self.call.kernels, device=self.request.device)
             if self.phase == "forward" and not self.request.eager:
                 self.forward_grad_bytes = sum(grad.nbytes for grad in result[-len(Grads._fields) :] if grad is not None)
             return result
@@ -225,5 +197,5 @@ class MemoryDryRun(MemoryCounter):
 
 
 def _meta_tensor(like: Metadata) -> Tensor:
-    t = empty_on(META)(like.shape, like.strides, like.dtype)
+    t = empty(like.shape, like.strides, like.dtype)
     return t.as_strided(like.shape, like.strides, like.offset).requires_grad_(like.requires_grad)

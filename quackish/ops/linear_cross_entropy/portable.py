@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from quackish.errors import warn_once
-from quackish.ops.linear_cross_entropy.calls import GradOutputs, Grads, GradsNeeded, Plan
-from quackish.ops.linear_cross_entropy.checks import Inputs, check_targets
+from quackish.ops.linear_cross_entropy.calls import Call, ForwardGrads, Grads, GradsNeeded, Saved, reshaped
+from quackish.ops.linear_cross_entropy.checks import check_targets
 from quackish.ops.linear_cross_entropy.reference import (
     Rows,
     chunk_of_rows,
@@ -19,38 +19,36 @@ from quackish.ops.linear_cross_entropy.schedules import grads_in_forward
 from quackish.ops.shared.matmul import accumulate_dtype, mm, operand_dtype
 
 
-def forward(inputs: Inputs, plan: Plan, needed: GradsNeeded, device: torch.device | None = None) -> tuple:
-    """(loss, [statistics (m,)], divisor of "mean", gradients, logits (m, v) kept for `stored`).
+def forward(call: Call) -> tuple[list[Tensor], Saved, ForwardGrads]:
+    """(the call's outputs, what backward needs, gradients).
 
-    loss is 0-dim or (m,). The gradients that forward can compute are of the undivided sum, in fp32 (fp64 for fp64):
-    fp16 gradients of a mean would underflow before backward applies the loss scale. device: the simulated device in a
-    dry run on meta tensors.
+    The gradients are of the undivided sum, in fp32 (fp64 for fp64): fp16 gradients of a mean would underflow before
+    backward applies the loss scale.
     """
-    x, target, weight, v = inputs.input, inputs.target.reshape(-1), inputs.weight, inputs.linear_weight.shape[0]
+    inputs, plan, needed, shape = call.inputs, call.plan, call.needed, call.inputs.target.shape
+    x, target, v = inputs.input, inputs.target.reshape(-1), inputs.linear_weight.shape[0]
     if x.device.type == "cpu":
         check_targets(target, v, plan.ignore_index)
     if plan.why_portable:
         warn_once(plan.why_portable)
     dtype = accumulate_dtype(plan.compute_dtype)
-    rows, divisor = rows_of(target, v, weight, plan.ignore_index, dtype), None
+    rows, divisor = rows_of(target, v, inputs.weight, plan.ignore_index, dtype), None
     keeps = plan.schedule == "stored" and needed.any()
     logits = x.new_empty((target.numel(), v), dtype=dtype) if keeps else None
-    loss, stats, grads = _loop(inputs, plan, grads_in_forward(plan, needed), rows, logits_out=logits, device=device)
+    loss, stats, grads = _loop(call, grads_in_forward(plan, needed), rows, logits_out=logits)
     if plan.reduction != "none":
         loss = loss.sum()
     if plan.reduction == "mean":
         divisor = mean_divisor(rows, inputs.num_items)
         loss = loss / divisor
-    return loss, stats, divisor, grads, logits
+    outputs = [reshaped(loss, shape) if loss.dim() else loss, *(reshaped(t, shape) for t in stats)]
+    return outputs[: call.num_outputs], Saved(divisor, None, logits), ForwardGrads(grads)
 
 
-def backward(
-    inputs: Inputs, plan: Plan, needed: GradsNeeded, grad_outputs: GradOutputs, divisor: Tensor | None,
-    logits: Tensor | None, device: torch.device | None = None,
-) -> Grads:  # fmt: skip
-    """The gradients. divisor and logits are those of `forward`. dw is returned, not added to grad_weight_out."""
-    target, dtype, all_grads = inputs.target.reshape(-1), accumulate_dtype(plan.compute_dtype), ()
-    grad_loss, *row_grads = grad_outputs
+def backward(call: Call, saved: Saved) -> Grads:
+    """The gradients. dw is added to grad_weight_out if given."""
+    inputs, plan, dtype, all_grads = call.inputs, call.plan, accumulate_dtype(call.plan.compute_dtype), ()
+    target, (grad_loss, *row_grads), divisor = inputs.target.reshape(-1), call.grad_outputs, saved.state
     row_grads = [None if grad is None else grad.reshape(-1) for grad in row_grads]
     first = next((grad for grad in row_grads if grad is not None), None)
     if divisor is not None and grad_loss is not None:
@@ -60,28 +58,26 @@ def backward(
         grad_loss = first.new_zeros(()) if grad_loss is None else grad_loss
         all_grads = grad_loss.reshape(-1).expand(target.shape), *row_grads
     rows = rows_of(target, inputs.linear_weight.shape[0], inputs.weight, plan.ignore_index, dtype)
-    plan = plan._replace(return_stats=False)
-    _, _, grads = _loop(inputs, plan, needed, rows, all_grads, logits, device=device)
+    call = call._replace(plan=plan._replace(return_stats=False))
+    _, _, grads = _loop(call, call.needed, rows, all_grads, saved.exp_logits)
     for grad in grads:
         if is_scalar and grad is not None:
             grad.mul_(grad_loss)
-    return grads
+    return grads.with_dw_added_to(inputs.grad_weight_out)
 
 
 def _loop(
-    inputs: Inputs,
-    plan: Plan,
+    call: Call,
     needed: GradsNeeded,
     rows: Rows,
     grad_outputs: tuple[Tensor | None, ...] = (),  # (m,) gradients of each row's loss, lse, log_prob and entropy
     logits: Tensor | None = None,  # (m, v), kept by forward
     logits_out: Tensor | None = None,  # (m, v), written
-    device: torch.device | None = None,
 ) -> tuple[Tensor, list[Tensor], Grads]:
     """The rows' losses, statistics, and the gradients; without `grad_outputs`, of the sum of the losses."""
+    inputs, plan, device_type = call.inputs, call.plan, call.device.type
     (x, w, bias), weight = inputs.parameters(), inputs.weight
     m, (v, h), dtype = rows.ignored.numel(), w.shape, accumulate_dtype(plan.compute_dtype)
-    device_type = (device or x.device).type
     gemm_dtype = operand_dtype(plan.compute_dtype, device_type)
     x, w = x.reshape(-1, h), w.to(plan.compute_dtype).to(gemm_dtype)
     w = w if 1 in w.stride() else w.contiguous()  # copy once instead of in each chunk's GEMM
@@ -131,8 +127,9 @@ def _loop(
     return loss, stats, grads
 
 
-def run_full_logits(inputs: Inputs, plan: Plan) -> tuple[Tensor, ...]:
-    """`operators.run` from full logits, with operations that torch.func and forward-mode AD support."""
+def run_full_logits(call: Call) -> tuple[Tensor, ...]:
+    """The outputs from full logits, with operations that torch.func and forward-mode AD support."""
+    inputs, plan = call.inputs, call.plan
     (x, w, bias), target, weight = inputs.parameters(), inputs.target, inputs.weight
     flat_target = target.reshape(-1)
     if x.device.type == "cpu" and not torch._C._functorch.is_functorch_wrapped_tensor(target):
@@ -146,7 +143,8 @@ def run_full_logits(inputs: Inputs, plan: Plan) -> tuple[Tensor, ...]:
             return_stats=plan.return_stats,
         )  # fmt: skip
     per_row: Any = stats if plan.return_stats else (stats,)
-    return loss.reshape(target.shape) if plan.reduction == "none" else loss, *(t.reshape(target.shape) for t in per_row)
+    loss = loss.reshape(target.shape) if plan.reduction == "none" else loss
+    return (loss, *(t.reshape(target.shape) for t in per_row))[: call.num_outputs]
 
 
 def addmm(a: Tensor, b: Tensor, out: Tensor) -> None:

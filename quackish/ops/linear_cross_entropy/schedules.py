@@ -36,9 +36,9 @@ fp16 and label smoothing have no exp_logits (`has_exp_logits`). There `recompute
 backward from dlogits, which another GEMM epilogue writes.
 
 Memory. exp_logits of a single chunk, or of a block of classes, partly lie in dw's storage, behind the rows of dw that
-are written first: see `Layout` in configs/linear_cross_entropy.py.
+are written first: see `Layout` in layout.py.
 
-The schedules read no value on the device and do not depend on autograd.
+The schedules read no value on the device. Of autograd, `backward` asks only whether the graph is retained.
 """
 
 from typing import NamedTuple
@@ -47,20 +47,29 @@ import torch
 from torch import Tensor
 
 from quackish.device.arguments import by_name
-from quackish.ops.linear_cross_entropy.buffers import (
+from quackish.kernels.gemm.problem import NUM_TICKETS
+from quackish.ops.linear_cross_entropy.calls import (
     F32,
+    NO_GRADS,
+    Call,
+    Chunk,
     ExpLogits,
+    ForwardGrads,
+    Grads,
+    GradsNeeded,
+    KernelCall,
+    LossPlan,
     RowState,
+    Saved,
     padded_matrix,
     padded_strides,
+    prepare,
+    reshaped,
     row_slice,
     view_into,
 )
-from quackish.ops.linear_cross_entropy.calls import Call, Chunk, ForwardResult, GradOutputs, Grads, GradsNeeded, Plan
-from quackish.ops.linear_cross_entropy.launches import LceKernels
-from quackish.ops.linear_cross_entropy.layout import Layout, choose_layout
-from quackish.ops.linear_cross_entropy.row_problems import NO_SLOT, LceScatterProblem, ScatterArgs
-from quackish.ops.linear_cross_entropy.steps import (
+from quackish.ops.linear_cross_entropy.launches import (
+    LceKernels,
     add_targets,
     add_to_dw_out,
     allocate_first_slots,
@@ -78,18 +87,50 @@ from quackish.ops.linear_cross_entropy.steps import (
     regather_live_x,
     start_forward,
 )
+from quackish.ops.linear_cross_entropy.layout import Layout, choose_layout
+from quackish.ops.linear_cross_entropy.row_problems import NO_SLOT, LceScatterProblem, ScatterArgs
 
 # Dispatch -------------------------------------------------------------------------------------------------------------
 
 
-def forward(call: Call, needed: GradsNeeded, allow_dw_in_forward: bool = True) -> ForwardResult:
-    """The forward pass of the call's schedule.
+def forward(call: Call) -> tuple[list[Tensor], Saved, ForwardGrads]:
+    """(the call's outputs, what backward needs, gradients)."""
+    plan, shape, prepared = call.plan, call.inputs.target.shape, prepare(call)
+    loss, saved, computed = run_forward(prepared, call.needed, call.eager)
+    outputs, state = [reshaped(loss, shape) if plan.reduction == "none" else loss.sum()], prepared.state
+    # copies, because users may write to them
+    for name in ("lse", "log_prob", "entropy")[: call.num_outputs - 1]:
+        outputs.append(reshaped(state.tensor(name).clone(), shape))
+    if plan.return_stats:
+        outputs.append(reshaped(state.tensor("predicted").long(), shape))
+    return outputs, saved, computed
 
-    allow_dw_in_forward: `recompute` may compute dw of the first classes; backward must then get the result's dw.
-    """
+
+def backward(call: Call, saved: Saved, partial_dw: Tensor | None = None) -> Grads:
+    """The gradients. dw is added to grad_weight_out if given. partial_dw: ForwardGrads.dw, scaled."""
+    state, exp_logits = RowState.from_memory(saved.state, call.inputs.target.numel()), saved.exp_logits
+    if call.grad_outputs.entropy is not None:
+        exp_logits = None  # all logits are recomputed
+    if is_graph_kept():  # autograd may run backward again, or is not running
+        memory = saved.state.clone()
+        memory[:NUM_TICKETS] = 0
+        state = RowState.from_memory(memory, state.m)
+        if exp_logits is not None:
+            rows, v = exp_logits.shape
+            exp_logits = padded_matrix(call.kernels.device, rows, v, exp_logits.dtype).copy_(exp_logits)
+    saved = Saved(state.memory, saved.live_x, exp_logits)
+    return run_backward(prepare(call, state), saved, partial_dw, call.needed)
+
+
+is_graph_kept = torch._C._autograd._get_current_graph_task_keep_graph
+
+Forward = tuple[Tensor, Saved, ForwardGrads]  # the rows' losses (m,) fp32; divided for "mean", whose loss is their sum
+
+
+def run_forward(call: KernelCall, needed: GradsNeeded, allow_dw: bool = True) -> Forward:
+    """allow_dw: `recompute` may compute dw of the first classes."""
     plan = call.plan
-    owns_dw = call.dw_out is None
-    layout = forward_layout(plan, call.m, call.v, call.h, needed, owns_dw, allow_dw_in_forward)
+    layout = forward_layout(plan, call.m, call.v, call.h, needed, call.dw_out is None, allow_dw)
     if plan.schedule == "recompute" and layout.columns:
         return recompute_forward(call, layout, needed)
     in_forward = grads_in_forward(plan, needed)
@@ -98,81 +139,74 @@ def forward(call: Call, needed: GradsNeeded, allow_dw_in_forward: bool = True) -
     return statistics(call, layout, layout.kept if needed.any() else 0)
 
 
-def grads_in_forward(plan: Plan, needed: GradsNeeded) -> GradsNeeded:
+def grads_in_forward(plan: LossPlan, needed: GradsNeeded) -> GradsNeeded:
     """The gradients that forward computes, up to a scalar factor."""
     if plan.schedule == "chunked" and plan.reduction != "none":
         return needed
     return GradsNeeded(needed.dx if plan.dx_in_forward else None, None, False)
 
 
-def backward(call: Call, saved: ForwardResult, needed: GradsNeeded) -> Grads:
-    """The gradients, from the results that forward saved."""
-    plan, owns_dw, grads = call.plan, call.dw_out is None, Grads()
+def run_backward(call: KernelCall, saved: Saved, partial_dw: Tensor | None, needed: GradsNeeded) -> Grads:
+    plan, grads = call.plan, Grads()
     if plan.schedule == "stored" and call.grad_outputs.entropy is None:
         return stored_backward(call, saved, needed)
-    if not call.grad_outputs.has_row_grads():
-        in_forward = grads_in_forward(plan, needed)
-        if in_forward.any():  # an earlier backward used them: compute them again
-            state = RowState.new(call.device, call.m, plan.return_stats)
-            computed = forward(call._replace(state=state, grad_outputs=GradOutputs()), needed)
-            saved = saved._replace(dw=computed.dw, dw_classes=computed.dw_classes)
-            grads = scale_grads(call.kernels, computed, call.grad_outputs.loss, call.dw_out)
-        needed = needed.without(in_forward)
+    if not call.grad_outputs.has_row_grads() and grads_in_forward(plan, needed).any():
+        # an earlier backward used them: compute them again
+        state = RowState.new(call.device, call.m, plan.return_stats)
+        _, _, computed = run_forward(call._replace(state=state, grad_outputs=NO_GRADS), needed)
+        partial_dw, needed = computed.dw, needed.without(computed.grads)
+        grads = scale_grads(call.kernels, computed, call.grad_outputs.loss, call.dw_out)
     if not needed.any():
         return grads
     # also for `chunked` if lse, log_prob or entropy has a gradient
     plan = plan._replace(schedule="recompute", keeps_first=plan.keeps_first and saved.exp_logits is not None)
-    layout = _layout(plan, call.m, call.v, call.h, needed, owns_dw, saved.dw is not None)
+    layout = _layout(plan, call.m, call.v, call.h, needed, call.dw_out is None, partial_dw is not None)
     if layout.dw_block:
         return grads.fill_missing(recompute_dw_in_chunks(call, layout, needed))
-    return grads.fill_missing(recompute_backward(call, layout, saved, needed))
+    return grads.fill_missing(recompute_backward(call, layout, saved, partial_dw, needed))
 
 
 def forward_layout(
-    plan: Plan, m: int, v: int, h: int, needed: GradsNeeded, owns_dw: bool, allow_dw_in_forward: bool
+    plan: LossPlan, m: int, v: int, h: int, needed: GradsNeeded, owns_dw: bool, allow_dw: bool
 ) -> Layout:
     both = needed.dx is not None and needed.dw is not None
-    dw_in_forward = allow_dw_in_forward and owns_dw and plan.dx_in_forward and both and not needed.db
+    dw_in_forward = allow_dw and owns_dw and plan.dx_in_forward and both and not needed.db
     return _layout(plan, m, v, h, needed, owns_dw, dw_in_forward)
 
 
-def _layout(plan: Plan, m: int, v: int, h: int, needed: GradsNeeded, owns_dw: bool, dw_in_forward: bool) -> Layout:
+def _layout(plan: LossPlan, m: int, v: int, h: int, needed: GradsNeeded, owns_dw: bool, dw_in_forward: bool) -> Layout:
     dw = None if needed.dw is None else needed.dw.itemsize
     return choose_layout(*plan.config, m, v, h, needed.dx is not None, dw, owns_dw, dw_in_forward)
 
 
-def scale_grads(kernels: LceKernels, computed: ForwardResult, factor: Tensor, dw_out: Tensor | None) -> Grads:
+def scale_grads(kernels: LceKernels, computed: ForwardGrads, factor: Tensor, dw_out: Tensor | None) -> Grads:
     """Scales forward's gradients by the loss's gradient, in place. Adds dw to dw_out if given."""
-    grads = computed.grads
     partial_dw = None if computed.dw is None else computed.dw[: computed.dw_classes]
-    tensors = [t for t in (*grads, partial_dw) if t is not None]
+    tensors = [t for t in (*computed.grads, partial_dw) if t is not None]
     while tensors:  # one launch scales up to two tensors of equal dtype
         first = tensors.pop(0)
         pair = tensors and tensors[0].dtype == first.dtype
         kernels.scale(first, factor, tensors.pop(0) if pair else None)
-    if dw_out is not None and grads.dw is not None:
-        dw_out.add_(grads.dw)
-        return grads._replace(dw=None)
-    return grads
+    return computed.grads.with_dw_added_to(dw_out)
 
 
 # Schedules ------------------------------------------------------------------------------------------------------------
 
 
-def statistics(call: Call, layout: Layout, kept: int) -> ForwardResult:
+def statistics(call: KernelCall, layout: Layout, kept: int) -> Forward:
     """loss and row statistics; exp_logits and the live rows of x of the first `kept` slots, for backward."""
-    loss, saved = start_forward(call), ()
+    loss, kept_x, exp_logits = start_forward(call), None, None
     if kept:
-        saved = allocate_live_x(call, kept), padded_matrix(call.device, kept, call.v, call.w.dtype)
-        compute_loss(call, Chunk(0, kept, saved[0], ExpLogits(saved[1], call.v)), loss)
+        kept_x, exp_logits = allocate_live_x(call, kept), padded_matrix(call.device, kept, call.v, call.w.dtype)
+        compute_loss(call, Chunk(0, kept, kept_x, ExpLogits(exp_logits, call.v)), loss)
     if kept < call.m:
         live_x = allocate_live_x(call, layout.chunk_rows)
         for chunk in chunks(call, layout, live_x, first=kept):
             compute_loss(call, chunk, loss)
-    return ForwardResult(loss, Grads(), *saved)
+    return loss, Saved(call.state.memory, kept_x, exp_logits), ForwardGrads()
 
 
-def chunked(call: Call, layout: Layout, needed: GradsNeeded) -> ForwardResult:
+def chunked(call: KernelCall, layout: Layout, needed: GradsNeeded) -> Forward:
     """loss, lse and the gradients of the summed loss (divided for "mean"), chunk by chunk.
 
     dw is summed over chunks in fp32. With a single chunk, part of exp_logits lies in dw's storage.
@@ -195,10 +229,10 @@ def chunked(call: Call, layout: Layout, needed: GradsNeeded) -> ForwardResult:
     if dw_dtype != needed.dw:
         del live_x, exp_logits, chunk, scaled_x  # frees memory for the rounded dw
         grads = grads._replace(dw=dw.to(needed.dw))
-    return ForwardResult(loss, grads)
+    return loss, Saved(call.state.memory), ForwardGrads(grads)
 
 
-def stored_backward(call: Call, saved: ForwardResult, needed: GradsNeeded) -> Grads:
+def stored_backward(call: KernelCall, saved: Saved, needed: GradsNeeded) -> Grads:
     """The gradients from exp_logits.
 
     Overwrites the target entries of saved.exp_logits.
@@ -216,7 +250,7 @@ def stored_backward(call: Call, saved: ForwardResult, needed: GradsNeeded) -> Gr
 
 
 def scale_kept(
-    call: Call, saved: ForwardResult, needed: GradsNeeded, first_slots: Tensor | None = None
+    call: KernelCall, saved: Saved, needed: GradsNeeded, first_slots: Tensor | None = None
 ) -> tuple[Chunk, Tensor | None]:
     """The chunk of saved.exp_logits, with row_scale and its target entries computed, and scaled_x if dw is needed."""
     exp_logits, (rows, v) = saved.exp_logits, saved.exp_logits.shape
@@ -228,7 +262,7 @@ def scale_kept(
     return chunk, scaled_x
 
 
-def recompute_forward(call: Call, layout: Layout, needed: GradsNeeded) -> ForwardResult:
+def recompute_forward(call: KernelCall, layout: Layout, needed: GradsNeeded) -> Forward:
     """loss, lse, dx, and dw of the first layout.columns classes; no dbias.
 
     exp_logits lie in dw's storage: of the first classes for all rows, of the other classes for one chunk at a time.
@@ -250,22 +284,24 @@ def recompute_forward(call: Call, layout: Layout, needed: GradsNeeded) -> Forwar
         first_slots.fill_(NO_SLOT)
     all_rows = Chunk(0, m, scaled_x, ExpLogits(first, layout.columns))
     compute_grads(call, all_rows, Grads(None, dw[: layout.columns]), scaled_x, first_slots)
-    return ForwardResult(loss, Grads(dx), dw=dw, dw_classes=layout.columns)
+    return loss, Saved(call.state.memory), ForwardGrads(Grads(dx), dw, layout.columns)
 
 
-def recompute_backward(call: Call, layout: Layout, saved: ForwardResult, needed: GradsNeeded) -> Grads:
+def recompute_backward(
+    call: KernelCall, layout: Layout, saved: Saved, partial_dw: Tensor | None, needed: GradsNeeded
+) -> Grads:
     """The gradients from x and the row statistics, one block of classes at a time.
 
     A block's dw is final; only dx is summed over blocks. A block's dlogits lie in the storage of later blocks' dw if
-    they fit there: see `recompute_blocks` in configs/linear_cross_entropy.py. If saved.dw is given, its first
-    saved.dw_classes rows are already final.
+    they fit there: see `recompute_blocks` in layout.py. If partial_dw is given, its rows before the first block are
+    already final.
 
     Of the first layout.kept slots, exp_logits are used. A block's dw is then summed in fp32 and rounded once.
     """
     kernels, start, m, h, dtype = call.kernels, layout.kept, call.m - layout.kept, call.h, call.x.dtype
-    dx, dw, db = allocate_grads(call, needed, call.dw_out is None and saved.dw is None)
-    if saved.dw is not None:
-        dw = saved.dw
+    dx, dw, db = allocate_grads(call, needed, call.dw_out is None and partial_dw is None)
+    if partial_dw is not None:
+        dw = partial_dw
     kept = KeptRows.of(call, layout, saved, needed, Grads(dx, None, db)) if start else None
     acc = call.device.matrix(m, h, F32) if needed.dx else None
     if dx is None or start:
@@ -314,7 +350,7 @@ class KeptRows(NamedTuple):
     sums: Tensor | None  # fp32, of a block's dw
 
     @classmethod
-    def of(cls, call: Call, layout: Layout, saved: ForwardResult, needed: GradsNeeded, grads: Grads) -> "KeptRows":
+    def of(cls, call: KernelCall, layout: Layout, saved: Saved, needed: GradsNeeded, grads: Grads) -> "KeptRows":
         """Writes `grads`, dx and db; dw follows by blocks, or is added to the user's buffer."""
         chunk, scaled_x = scale_kept(call, saved, needed)
         if grads.dx is not None:
@@ -329,7 +365,7 @@ class KeptRows(NamedTuple):
                 sums = call.device.matrix(max(v1 - v0 for v0, v1, _ in layout.blocks), call.h, F32)
         return cls(chunk, scaled_x, sums)
 
-    def sum_dw(self, call: Call, v0: int, dlogits: Tensor, live_x: Tensor, dw: Tensor) -> None:
+    def sum_dw(self, call: KernelCall, v0: int, dlogits: Tensor, live_x: Tensor, dw: Tensor) -> None:
         """dw of classes v0 and up, summed over these rows and those of dlogits."""
         n, state = dw.shape[0], call.state
         acc = dw if self.sums is None else row_slice(self.sums, 0, n)
@@ -340,7 +376,7 @@ class KeptRows(NamedTuple):
             dw.copy_(acc)
 
 
-def recompute_dw_in_chunks(call: Call, layout: Layout, needed: GradsNeeded) -> Grads:
+def recompute_dw_in_chunks(call: KernelCall, layout: Layout, needed: GradsNeeded) -> Grads:
     """dw and dbias by blocks of classes and chunks of rows. A block's dw is summed in fp32 and rounded once."""
     h, v, dtype, rows = call.h, call.v, call.x.dtype, layout.chunk_rows
     _, dw, db = grads = allocate_grads(call, needed._replace(dx=None))

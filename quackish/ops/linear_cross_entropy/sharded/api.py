@@ -23,18 +23,21 @@ from quackish.errors import UnsupportedError, check_bool, refuse_unknown
 from quackish.ops.linear_cross_entropy.api import (
     MODULE_OPTIONS,
     LinearCrossEntropyLoss,
+    call_for,
     key_of,
-    plan_for,
     with_overloads,
 )
-from quackish.ops.linear_cross_entropy.autograd import (
-    grads_needed,
-    logit_scale_tensor,
-    of_all_inputs,
+from quackish.ops.linear_cross_entropy.calls import (
+    Call,
+    GradOutputs,
+    Grads,
+    LossPlan,
+    Outputs,
+    Saved,
     requires_grad,
     reshaped,
+    unpack,
 )
-from quackish.ops.linear_cross_entropy.calls import GradOutputs, Grads, GradsNeeded, Plan, unpack
 from quackish.ops.linear_cross_entropy.checks import (
     Inputs,
     Options,
@@ -43,14 +46,14 @@ from quackish.ops.linear_cross_entropy.checks import (
     make_inputs,
     make_options,
 )
-from quackish.ops.linear_cross_entropy.launches import LceKernels
 from quackish.ops.linear_cross_entropy.operators import (
-    Outputs,
-    Saved,
+    backward,
     backward_operator,
+    forward,
     forward_operator,
-    run_backward,
-    run_forward,
+    logit_scale_tensor,
+    save_call,
+    saved_call,
 )
 from quackish.ops.linear_cross_entropy.reference import LinearCrossEntropyStats, mean_divisor, rows_of
 from quackish.ops.linear_cross_entropy.sharded.collectives import all_gather, sum_over_ranks
@@ -301,7 +304,7 @@ def _shards_of(inputs: Inputs, options: Options, ranks: _Ranks, vocab_start: int
         whole_shape = getattr(given.linear_weight, "shape", None)
         key = (*key_of(inputs, options), requires_grad(inputs)[0], *ranks[1:], vocab_start, whole_shape)
         shards = checked.get(key)
-    except (AttributeError, TypeError):  # as in plan_for
+    except (AttributeError, TypeError):  # as in call_for
         key, shards = None, None
     if shards is None:
         if len(checked) >= _MAX_CHECKED:
@@ -355,13 +358,13 @@ def _description(inputs: Inputs, options: Options, ranks: _Ranks, given: Inputs)
     _check_target(inputs.target, x, given.input, ranks)
     check_tensors(_with_a_class(inputs._replace(input=x)))
     check_options(options, inputs.logit_scale, inputs.num_items, inputs.input.device)
-    _, plan, needed, _ = _make_shard_call(inputs, options, ranks, 0)
+    call = _make_shard_call(inputs, options, ranks, 0)
     return {
         "target's shape": tuple(inputs.target.shape),
         "the number of input's columns": inputs.input.shape[-1],
         "input's dtype": inputs.input.dtype,
-        "the dtype of matrix products": plan.compute_dtype,
-        "the dtype of input's gradient": needed.dx,
+        "the dtype of matrix products": call.plan.compute_dtype,
+        "the dtype of input's gradient": call.needed.dx,
         "whether class weights are given": inputs.weight is not None,
         "input's device": inputs.input.device.type,
         "num_items": "a tensor" if isinstance(inputs.num_items, Tensor) else inputs.num_items,
@@ -429,10 +432,8 @@ def _with_a_class(inputs: Inputs) -> Inputs:
 # The operation on one shard, and the autograd function ---------------------------------------------------------------
 
 
-def _make_shard_call(
-    inputs: Inputs, options: Options, ranks: _Ranks, start: int
-) -> tuple[Inputs, Plan, GradsNeeded, LceKernels | None]:
-    """The arguments of the one-GPU operation on this shard, its plan, the gradients to compute, and its kernels.
+def _make_shard_call(inputs: Inputs, options: Options, ranks: _Ranks, start: int) -> Call:
+    """The call of the one-GPU operation on this shard.
 
     Its loss is nll, or with label smoothing the smooth term of combine.py. A target owned by another rank becomes
     target modulo v. That spreads these targets over classes, because dw adds the rows of one class sequentially.
@@ -450,10 +451,10 @@ def _make_shard_call(
         reduction="none", ignore_index=_IGNORED, label_smoothing=1.0 if smooth else 0.0, z_loss=0.0,
         return_lse=not stats, return_stats=stats,
     )  # fmt: skip
-    plan, kernels = plan_for(inputs, options)
+    call = call_for(inputs, options)
     if inputs.logit_scale is not None:
-        inputs = inputs._replace(logit_scale=logit_scale_tensor(inputs, plan))
-    return inputs, plan, grads_needed(inputs, plan, requires_grad(inputs)), kernels
+        inputs = inputs._replace(logit_scale=logit_scale_tensor(inputs, call.plan))
+    return call._replace(inputs=inputs)
 
 
 def _run(
@@ -476,21 +477,21 @@ def _run(
         if dw_out is not None:
             check_buffer(_WHO, grad_weight_out=dw_out, weight_shard=w, input=x)
         shard_call = _make_shard_call(inputs, options, ranks, shards.start)
-        return _VocabParallel.apply(*inputs.parameters(), inputs, options, ranks, shards, shard_call)
+        return _VocabParallel.apply(*inputs.parameters(), shard_call, inputs, options, ranks, shards)
 
 
 class _VocabParallel(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, input, weight_shard, linear_bias, inputs, options, ranks, shards, shard_call):
+    def forward(ctx, input, weight_shard, linear_bias, call, inputs, options, ranks, shards):
         # Only the first three arguments need autograd.
-        (shard, plan, needed, kernels), shape = shard_call, inputs.target.shape
+        plan, shape = call.plan, inputs.target.shape
         x = input.reshape(-1, input.shape[-1])
         if ranks.sharded_dim is not None:
             x = all_gather(x.to(plan.compute_dtype), ranks.group)  # cast first: fewer bytes to send
-        shard = shard._replace(input=x)
-        outputs, saved, _ = _forward_of_shard(shard, plan, needed, kernels)
+        call = call._replace(inputs=call.inputs._replace(input=x))
+        outputs, saved = _forward_of_shard(call)
 
-        own = _shard_stats(shard, plan, inputs, options, shards.start, outputs)
+        own = _shard_stats(call.inputs, plan, inputs, options, shards.start, outputs)
         stats = own.unstack(all_gather(_in_target_order(own.stacked(), shape, ranks), ranks.group))
         rows = rows_of(inputs.target.reshape(-1), shards.num_classes, None, options.ignore_index, own.lse.dtype)
         owner = torch.searchsorted(shards.ends, rows.index, right=True)
@@ -508,11 +509,10 @@ class _VocabParallel(torch.autograd.Function):
             ctx.mark_non_differentiable(outputs[-1])
         elif options.return_lse:
             outputs.append(reshaped(combined.lse.clone(), shape))
-        dw_out, shard = shard.grad_weight_out, shard._replace(grad_weight_out=None)  # a buffer, which is not saved
-        ctx.save_for_backward(*shard, *saved)
+        save_call(ctx, call, saved)
         combined = combined._replace(loss=None, log_prob=None, predicted=None)  # outputs, which users may write to
-        ctx.saved = kernels, plan, needed, ranks, loss_options, combined, divisor, dw_out
-        ctx.input_shape, ctx.target_shape = input.shape, shape
+        ctx.saved = ranks, loss_options, combined, divisor
+        ctx.own_shape, ctx.target_shape = input.shape, shape
         ctx.per_row, ctx.is_empty = options.reduction == "none", not len(weight_shard)
         ctx.device = device_of(input.device)
         ctx.set_materialize_grads(False)
@@ -521,10 +521,10 @@ class _VocabParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss, *row_grads):
         refuse_second_derivatives(_WHO, grad_loss, *row_grads)
-        kernels, plan, needed, ranks, loss_options, combined, divisor, dw_out = ctx.saved
+        ranks, loss_options, combined, divisor = ctx.saved
         check_same_device(_WHO, ctx.device, combined.log_share.device)
-        shard, saved, _ = unpack(ctx.saved_tensors, Inputs, Saved)
-        shard = shard._replace(grad_weight_out=dw_out)
+        call, saved, _ = saved_call(ctx)
+        shard = call.inputs
         row_grads = [None if grad is None else grad.reshape(-1) for grad in row_grads]
         if grad_loss is not None:
             grad_loss = grad_loss.reshape(-1) if ctx.per_row else grad_loss
@@ -533,45 +533,37 @@ class _VocabParallel(torch.autograd.Function):
         grads = row_gradients(combined, loss_options, shard.linear_weight.shape[0], *grads)
         grads = GradOutputs(*(t if t is None else _in_gathered_order(t, ctx.target_shape, ranks) for t in grads))
 
-        dx, dw, db = _backward_of_shard(shard, plan, needed, grads, saved, kernels)
+        dx, dw, db = _backward_of_shard(call._replace(grad_outputs=grads), saved)
         if dx is not None:
             scatter = ranks.sharded_dim is not None
-            dx = sum_over_ranks(dx, ranks.group, scatter, ranks.deterministic).view(ctx.input_shape)
-        if dw is not None and dw_out is not None:
-            dw_out.add_(dw)
-            dw = None
+            dx = sum_over_ranks(dx, ranks.group, scatter, ranks.deterministic).view(ctx.own_shape)
         if ctx.is_empty:
             dw, db = (None if t is None else torch.empty_like(t[:0]) for t in (shard.linear_weight, shard.linear_bias))
-        return of_all_inputs(ctx, Grads(dx, dw, db))
+        return dx, dw, db, *(None,) * (len(ctx.needs_input_grad) - len(Grads._fields))
 
 
-def _forward_of_shard(
-    shard: Inputs, plan: Plan, needed: GradsNeeded, kernels: LceKernels | None
-) -> tuple[Outputs, Saved, Grads]:
-    """`run_forward`, or for dispatch modes its operator."""
+def _forward_of_shard(call: Call) -> tuple[Outputs, Saved]:
+    """`forward`, or for dispatch modes its operator."""
     if is_plain():
-        return run_forward(shard, plan, needed, kernels)
-    outputs, saved, grads, _ = unpack(forward_operator(*shard, *plan, _are_needed(needed)), Outputs, Saved, Grads)
-    return outputs, saved, grads
+        outputs, saved, _ = forward(call)
+        return Outputs(*outputs), saved
+    outputs, saved, _ = unpack(forward_operator(*call.inputs, *call.plan, call.needed.as_bools()), Outputs, Saved)
+    return outputs, saved
 
 
-def _backward_of_shard(
-    shard: Inputs, plan: Plan, needed: GradsNeeded, grads: GradOutputs, saved: Saved, kernels: LceKernels | None
-) -> Grads:
-    """`run_backward`, or for dispatch modes its operator."""
+def _backward_of_shard(call: Call, saved: Saved) -> Grads:
+    """`backward`, or for dispatch modes its operator."""
     if is_plain():
-        return run_backward(shard, plan, needed, grads, saved, kernels)
+        return backward(call, saved)
+    inputs, needed = call.inputs, call.needed
     if needed.dx is not None:  # the operator's dx has its input's dtype, which an all-gather may have rounded
-        shard = shard._replace(input=shard.input.to(needed.dx))
-    return Grads(*backward_operator(*grads, *saved, *shard, *plan, _are_needed(needed)))
-
-
-def _are_needed(needed: GradsNeeded) -> list[bool]:
-    return [needed.dx is not None, needed.dw is not None, needed.db]
+        inputs = inputs._replace(input=inputs.input.to(needed.dx))
+    grads = Grads(*backward_operator(*call.grad_outputs, *saved, *inputs, *call.plan, needed.as_bools()))
+    return grads.with_dw_added_to(inputs.grad_weight_out)
 
 
 def _shard_stats(
-    shard: Inputs, plan: Plan, inputs: Inputs, options: Options, start: int, outputs: Outputs
+    shard: Inputs, plan: LossPlan, inputs: Inputs, options: Options, start: int, outputs: Outputs
 ) -> ShardStats:
     """The statistics that the ranks exchange, from the results of the one-GPU operation."""
     loss, lse, log_prob, entropy, predicted = outputs
@@ -591,7 +583,7 @@ def _shard_stats(
     return ShardStats(lse, nll, weight, smooth, total_weight, entropy, max_logits, (predicted + start).to(lse.dtype))
 
 
-def _max_logits(shard: Inputs, plan: Plan, predicted: Tensor, dtype: torch.dtype) -> Tensor:
+def _max_logits(shard: Inputs, plan: LossPlan, predicted: Tensor, dtype: torch.dtype) -> Tensor:
     """(m,) the logits of the predicted classes before logit_scale. Bitwise equal for equal rows of weight."""
     (x, w, bias), classes = shard.parameters(), predicted.clamp(min=0)
     chunks = [x.new_empty(0, dtype=dtype)]
