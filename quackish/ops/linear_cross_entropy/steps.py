@@ -9,9 +9,9 @@ from torch import Tensor
 from quackish.device.arguments import by_name
 from quackish.device.cuda import address, dtype_of
 from quackish.device.modes import check_memory
-from quackish.kernels.gemm.problem import DlogitsArgs, ResidualArgs, RowsOutArgs, SoftmaxArgs
 from quackish.ops.linear_cross_entropy.buffers import F32, I32, NOT_STORED, ExpLogits, row_slice
 from quackish.ops.linear_cross_entropy.calls import Call, Chunk, GradOutputs, Grads, GradsNeeded
+from quackish.ops.linear_cross_entropy.gemm_problems import DlogitsArgs, ResidualArgs, RowsOutArgs, SoftmaxArgs
 from quackish.ops.linear_cross_entropy.layout import Layout
 from quackish.ops.linear_cross_entropy.row_problems import (
     MOST_ROWS_COUNTED,
