@@ -80,10 +80,11 @@ class Logits(EpilogueSpec):
         return not ((self.softcap or self.logit_scale) and self.bias_dtype and stored)
 
     def why_illegal(self, problem: Any, config: Any, gpu: Gpu) -> str | None:
-        if config.cluster_rows % ROW_TILE:
+        rows = config.cluster_rows
+        if rows % ROW_TILE:  # on Hopper; Blackwell's tiles have 128 or 256 rows
             return (
-                f"a cluster's tile has {config.cluster_rows} rows; expected a multiple of {ROW_TILE}, the number of "
-                "rows that are flagged and cleared together"
+                f"tile_m is {config.tile_m} with cluster_m {config.cluster_m}, {rows} rows per cluster; expected a "
+                f"multiple of {ROW_TILE}, the number of rows that are flagged and cleared together"
             )
         return None
 
