@@ -19,7 +19,14 @@ from quackish.gpu import B200, H100, H200
 from quackish.kernels.gemm.problem import Store
 from quackish.kernels.gemm.sm90_config import GemmConfig, gemm_smem_bytes, gemm_why_illegal
 from quackish.ops.linear_cross_entropy.buffers import RowState
-from quackish.ops.linear_cross_entropy.gemm_problems import Dlogits, LceGemmProblem, RowsOut, Softmax, gemm_config
+from quackish.ops.linear_cross_entropy.gemm_problems import (
+    Dlogits,
+    LceGemmProblem,
+    RowsOut,
+    Softmax,
+    StoreWithResidual,
+    gemm_config,
+)
 from quackish.ops.linear_cross_entropy.launches import LceKernels
 from quackish.ops.linear_cross_entropy.row_problems import LceScatterProblem
 from quackish.ops.mlp.gemm_problems import MlpGemmProblem, Up
@@ -407,6 +414,14 @@ def test_a_row_of_the_users_table_is_chosen(folder, made_here):
         assert chosen(problem=dataclasses.replace(BACKWARD, **fields)).source == "analytical", fields
     # bits do not depend on the memory layout of rows
     assert chosen(problem=dataclasses.replace(BACKWARD, packed=False)).config == TUNED
+
+
+def test_a_row_of_a_gemm_counts_for_its_epilogue(made_here):
+    store, made = LceGemmProblem(Store(), BF16, BF16, b_major="n"), GemmConfig(tile_n=128)
+    put(store, made)
+    assert chosen(store).config == made
+    for other in (RowsOut(), StoreWithResidual(), Store(scaled=True)):
+        assert chosen(dataclasses.replace(store, epilogue=other)).source == "analytical"
 
 
 def test_rows_of_another_gpu_or_toolchain_do_not_count(made_here):

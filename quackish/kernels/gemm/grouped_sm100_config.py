@@ -25,6 +25,8 @@ def grouped_gemm_sm100_smem_bytes(problem: GroupedGemmProblem, config: GemmSm100
 def grouped_gemm_sm100_why_illegal(problem: GroupedGemmProblem, config: GemmSm100Config, gpu: Gpu) -> str | None:
     if reason := sm100_fields_why_illegal(config):
         return reason
+    if problem.along == "m" and config.tile_n != 256:
+        return f"tile_n is {config.tile_n}; expected 256, because epilogues assume its pieces"
     if reason := problem.epilogue.why_illegal(problem, config, gpu):
         return reason
     return sm100_space_why_illegal(config, grouped_gemm_sm100_smem_bytes(problem, config), gpu)

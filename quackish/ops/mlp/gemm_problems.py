@@ -50,9 +50,6 @@ class Down(GroupedEpilogueSpec):
     def args(self, dtype: str) -> DownArgs:
         return DownArgs(F32 if self.biased else None)
 
-    def why_illegal(self, problem: Any, config: Any, gpu: Gpu) -> str | None:
-        return _pieces_why_illegal(config)
-
 
 @dataclasses.dataclass(frozen=True)
 class Activated(GroupedEpilogueSpec):
@@ -88,12 +85,12 @@ class Up(Activated):
         return pieces * self.keeps + pieces // (1 + self.gated)  # a tile has gate and up columns
 
     def why_illegal(self, problem: Any, config: Any, gpu: Gpu) -> str | None:
-        if isinstance(config, GemmConfig) and self.gated and config.tile_n % problem.piece_bytes:
+        if self.gated and config.tile_n % problem.piece_bytes:
             return (
                 f"tile_n is {config.tile_n}; expected a multiple of {problem.piece_bytes}: half of it is the gate's, "
                 f"which is stored {problem.piece_bytes // 2} columns at a time"
             )
-        return _pieces_why_illegal(config)
+        return None
 
     def work(self, product: Work, sizes: Sizes) -> Work:
         preactivation = sizes["rows"] * sizes["n"] * (1 + self.gated) * 2 * self.keeps
@@ -118,7 +115,7 @@ class DownBackward(Activated):
     def why_illegal(self, problem: Any, config: Any, gpu: Gpu) -> str | None:
         if isinstance(config, GemmConfig) and config.row_blocks * config.tile_n % 128:
             return f"tile_n is {config.tile_n}; expected 128, 256, or 192 with tile_m 128 and pingpong"
-        return _pieces_why_illegal(config)
+        return None
 
     def work(self, product: Work, sizes: Sizes) -> Work:
         rows, n = sizes["rows"], sizes["n"]
@@ -136,12 +133,6 @@ class Store(GroupedEpilogueSpec):
 
     along = "k"
     accumulate: bool = False  # D is added to the fp32 output
-
-
-def _pieces_why_illegal(config: Any) -> str | None:
-    if isinstance(config, GemmSm100Config) and config.tile_n != 256:
-        return f"tile_n is {config.tile_n}; expected 256, because epilogues assume its pieces"
-    return None
 
 
 # Problems and configs -------------------------------------------------------------------------------------------------

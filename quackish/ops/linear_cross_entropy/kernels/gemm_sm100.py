@@ -6,9 +6,8 @@ from quackish.kernels.gemm.epilogue_store_sm100 import StoreSm100
 from quackish.kernels.gemm.problem import Store
 from quackish.kernels.gemm.sm100 import GemmSm100
 from quackish.ops.linear_cross_entropy.gemm_problems import Dlogits, RowsOut, Softmax, StoreWithResidual
+from quackish.ops.linear_cross_entropy.kernels.epilogue_gradients_sm100 import RowsOutSm100, StoreWithResidualSm100
 from quackish.ops.linear_cross_entropy.kernels.epilogue_logits_sm100 import DlogitsSm100, SoftmaxSm100
-from quackish.ops.linear_cross_entropy.kernels.epilogue_residual_sm100 import StoreWithResidualSm100
-from quackish.ops.linear_cross_entropy.kernels.epilogue_rows_sm100 import RowsOutSm100
 
 
 class LceGemmSm100(GemmSm100):

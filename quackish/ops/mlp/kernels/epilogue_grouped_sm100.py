@@ -152,7 +152,7 @@ class DownBackwardSm100(DownBackwardMatrices, DownSm100):
         stores = out._replace(staging=staging.buffers)
         for piece in cutlass.range_constexpr(self.pieces):
             buffers = self.buffers(piece, thread)
-            # A tile has a multiple of 4 pieces (`DownBackward.why_illegal`), so all tiles have the same phases.
+            # A tile has a multiple of 4 pieces (`grouped_gemm_sm100_why_illegal`), so all tiles have the same phases.
             cute.arch.mbarrier_wait(self.barrier(piece, staging, thread), piece // 2 % 2)
             acts, total = [], Float32(0.0)  # of dact * activation(z)
             for i in cutlass.range_constexpr(output.per_piece):
