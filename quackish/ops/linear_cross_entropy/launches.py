@@ -29,7 +29,6 @@ from quackish.ops.linear_cross_entropy.gemm_problems import (
     Dlogits,
     DlogitsArgs,
     LceGemmProblem,
-    Logits,
     ResidualArgs,
     RowsOut,
     RowsOutArgs,
@@ -82,9 +81,14 @@ _store = functools.cache(Store)
 
 
 @functools.lru_cache(maxsize=1024)
-def _of_logits(kind: type[Logits], shared: ProblemFields, **fields: Any) -> Logits:
-    """An epilogue of the logits, the same object every time."""
-    return made(kind, shared, fields)
+def _softmax(shared: ProblemFields) -> tuple[Softmax, Softmax]:
+    """The epilogues of the two launches of the logits."""
+    return made(Softmax, shared, {}), made(Softmax, shared, {"recompute_flagged": True})
+
+
+@functools.lru_cache(maxsize=1024)
+def _dlogits(shared: ProblemFields, entropy: bool) -> Dlogits:
+    return made(Dlogits, shared, {"entropy": entropy})
 
 
 def made(kind: type, shared: Any, fields: dict[str, Any]) -> Any:
@@ -189,15 +193,15 @@ class LceKernels:
         recomputes flagged tiles with row_max_bits as the shift; it returns at once if there are none.
         """
         (v, h), rows = w.shape, live_x.shape[0]
+        first, again = _softmax(shared)
         fields = dict(
-            epilogue=_of_logits(Softmax, shared), out_dtype=dtype_of(out.first), d_in_two=out.second is not None
+            epilogue=first, dtype=shared.dtype, out_dtype=dtype_of(out.first), d_in_two=out.second is not None
         )
-        kernel = self.kernel(LceGemmProblem, shared, fields)
+        kernel = self.kernel(LceGemmProblem, None, fields)
         args = self._multiply(
             kernel, live_x, w, out.first, rows, v, h, state, start, epilogue, second=out.second, split=out.split
         )
-        fields["epilogue"] = _of_logits(Softmax, shared, recompute_flagged=True)
-        kernel = self.kernel(LceGemmProblem, shared, fields)
+        kernel = self.kernel(LceGemmProblem, None, fields | dict(epilogue=again))
         clusters = kernel.config.max_clusters(self.gpu.sm_count)
         args = args if clusters == args.max_clusters else args._replace(max_clusters=clusters)
         kernel.launch(args, self.stream())
@@ -207,8 +211,8 @@ class LceKernels:
         start: int,
     ) -> None:  # fmt: skip
         """out (rows, n) = dlogits of the n classes of w: see kernels/epilogue_dlogits.py."""
-        spec = _of_logits(Dlogits, shared, entropy=epilogue.coef_entropy is not None)
-        kernel = self.kernel(LceGemmProblem, shared, dict(epilogue=spec, out_dtype=out.dtype))
+        fields = dict(epilogue=_dlogits(shared, epilogue.coef_entropy is not None), dtype=shared.dtype)
+        kernel = self.kernel(LceGemmProblem, None, fields | dict(out_dtype=out.dtype))
         (n, h), rows = w.shape, live_x.shape[0]
         self._multiply(kernel, live_x, w, out, rows, n, h, state, start, epilogue)
 

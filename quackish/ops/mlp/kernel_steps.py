@@ -39,6 +39,9 @@ from quackish.ops.mlp.gemm_problems import (
 from quackish.ops.mlp.problems import TokenRowsArgs, TokenRowsProblem
 from quackish.ops.mlp.reference import GATED, Needs
 
+# The same object every time: making one takes longer than looking it up.
+_up, _down, _down_backward, _store = map(functools.cache, (Up, Down, DownBackward, Store))
+
 
 def why_unsupported(who: str, x: Tensor, columns: int = 0, groups: int = 0) -> str:
     """Why kernels do not cover these sizes and x's dtype; "" if they do."""
@@ -72,7 +75,7 @@ class KernelSteps:
         preactivation = self.matrix(rows, 2 * i if gated else i, x.dtype) if keep_preactivation else None
         bias, scales = _fp32(b1), _fp32(scales)
         args = UpArgs(address(preactivation), address(bias), address(scales))
-        epilogue = Up(activation, scaled=scales is not None, biased=b1 is not None, keeps=keep_preactivation)
+        epilogue = _up(activation, scaled=scales is not None, biased=b1 is not None, keeps=keep_preactivation)
         w1, w3 = w1.contiguous(), None if w3 is None else w3.contiguous()  # Up has no kernel for b_major "n"
         self._rows(epilogue, x, w1, w3, act, offs, args, i, h)
         return preactivation, act
@@ -80,7 +83,7 @@ class KernelSteps:
     def down(self, act, w2, b2, offs):
         _, n, k = w2.shape
         y, bias = self.matrix(act.shape[0], n, act.dtype), _fp32(b2)
-        self._rows(Down(biased=b2 is not None), act, w2, None, y, offs, DownArgs(address(bias)), n, k)
+        self._rows(_down(biased=b2 is not None), act, w2, None, y, offs, DownArgs(address(bias)), n, k)
         return y
 
     def down_backward(self, dy, w2, preactivation, scales, offs, activation, needs: Needs):
@@ -94,13 +97,15 @@ class KernelSteps:
         if s is not None:  # partial sums of each row
             parts = self.matrix(-(-i // DSCALES_COLUMNS), rows, torch.float32)
         args = DownBackwardArgs(z.data_ptr(), act.data_ptr(), address(s), address(parts))
-        self._rows(DownBackward(activation, scaled=s is not None), dy, w2, None, dz, offs, args, i, h, transposed=True)
+        self._rows(
+            _down_backward(activation, scaled=s is not None), dy, w2, None, dz, offs, args, i, h, transposed=True
+        )
         return dz, act, parts.sum(0).to(scales.dtype) if needs.dscales else None
 
     def rows_gradient(self, dpreactivation, w1, w3, offs):
         _, k, n = w1.shape
         dx = self.matrix(dpreactivation.shape[0], n, dpreactivation.dtype)
-        self._rows(Down(), dpreactivation, w1, w3, dx, offs, DownArgs(), n, k, transposed=True)
+        self._rows(_down(), dpreactivation, w1, w3, dx, offs, DownArgs(), n, k, transposed=True)
         return dx
 
     def weight_gradient(self, a, b, offs, dtype, out=None):
@@ -114,7 +119,7 @@ class KernelSteps:
             d = self.empty((groups, m, n), (m * n, n, 1), torch.float32).copy_(out)
         ld = a.stride(0) if rows > 1 else m  # a single row may have any stride
         sizes = dict(a_stride=ld, rows=rows, m=m, n=n, k=None)
-        self._launch(Store(accumulate=out is not None), a, b, None, d, offs, None, sizes, (m, n, None))
+        self._launch(_store(accumulate=out is not None), a, b, None, d, offs, None, sizes, (m, n, None))
         if out is None:
             return d
         if d is out:
