@@ -26,9 +26,11 @@ from quackish.device.cubin import Instruction
 from quackish.device.launch import disassemble
 from quackish.device.work import LAUNCH_US, estimate
 from quackish.gpu import B200, H200, Gpu, Roofs, roofs_of
-from quackish.kernels.gemm.grouped_problem import GroupedGemmProblem
-from quackish.kernels.gemm.problem import TILE_K, GemmConfig, GemmProblem
+from quackish.kernels.gemm.problem import TILE_K, Store
+from quackish.kernels.gemm.sm90_config import GemmConfig
 from quackish.kernels.gemm.sm100_config import TILE_M, GemmSm100Config
+from quackish.ops.linear_cross_entropy.gemm_problems import Dlogits, LceGemmProblem, RowsOut, Softmax, StoreWithResidual
+from quackish.ops.mlp import gemm_problems as mlp
 from quackish.ops.shared.dry_run import DryRun, Step
 
 ROOT = Path(__file__).parents[1]
@@ -116,24 +118,24 @@ _DW = dict(a_major="m", b_major="n", live="k")
 _OPTIONS = dict(bias_dtype="float32", softcap=True, smoothing=True, weighted=True, logit_scale=True)
 _GROUPED = dict(dtype=_BF16, max_groups=128, out_dtype=_BF16, cluster_tile="256x256")
 EPILOGUES = [
-    Epilogue("softmax", "lce_gemm", GemmProblem("softmax", _BF16, _BF16)),
-    Epilogue("softmax, D in two", "lce_gemm", GemmProblem("softmax", _BF16, _BF16, d_in_two=True)),
-    Epilogue("softmax, sums only", "lce_gemm", GemmProblem("softmax", _BF16, None)),
-    Epilogue("softmax, statistics", "lce_gemm", GemmProblem("softmax", _BF16, _BF16, return_stats=True)),
-    Epilogue("softmax, all options", "lce_gemm", GemmProblem("softmax", _BF16, None, **_OPTIONS, return_stats=True)),
-    Epilogue("dlogits", "lce_gemm", GemmProblem("dlogits", _BF16, _BF16)),
-    Epilogue("dlogits, all options", "lce_gemm", GemmProblem("dlogits", _BF16, _BF16, **_OPTIONS, entropy=True)),
-    Epilogue("rows", "lce_gemm", GemmProblem("rows", _BF16, _BF16, b_major="n"), "longest"),
-    Epilogue("store", "lce_gemm", GemmProblem("store", _BF16, _BF16, **_DW)),
-    Epilogue("store, with residual", "lce_gemm", GemmProblem("store", _BF16, _BF16, **_DW, rounding_residual=True)),
-    Epilogue("store, adds to fp32", "lce_gemm", GemmProblem("store", _BF16, "float32", **_DW, accumulate=True)),
-    Epilogue("up", "grouped_gemm", GroupedGemmProblem("up", **_GROUPED, activation="swiglu", keeps=True)),
-    Epilogue("down", "grouped_gemm", GroupedGemmProblem("down", **_GROUPED)),
+    Epilogue("softmax", "lce_gemm", LceGemmProblem(Softmax(), _BF16, _BF16)),
+    Epilogue("softmax, D in two", "lce_gemm", LceGemmProblem(Softmax(), _BF16, _BF16, d_in_two=True)),
+    Epilogue("softmax, sums only", "lce_gemm", LceGemmProblem(Softmax(), _BF16, None)),
+    Epilogue("softmax, statistics", "lce_gemm", LceGemmProblem(Softmax(return_stats=True), _BF16, _BF16)),
+    Epilogue("softmax, all options", "lce_gemm", LceGemmProblem(Softmax(**_OPTIONS, return_stats=True), _BF16, None)),
+    Epilogue("dlogits", "lce_gemm", LceGemmProblem(Dlogits(), _BF16, _BF16)),
+    Epilogue("dlogits, all options", "lce_gemm", LceGemmProblem(Dlogits(**_OPTIONS, entropy=True), _BF16, _BF16)),
+    Epilogue("rows", "lce_gemm", LceGemmProblem(RowsOut(), _BF16, _BF16, b_major="n"), "longest"),
+    Epilogue("store", "lce_gemm", LceGemmProblem(Store(), _BF16, _BF16, **_DW)),
+    Epilogue("store, with residual", "lce_gemm", LceGemmProblem(StoreWithResidual(), _BF16, _BF16, **_DW)),
+    Epilogue("store, adds to fp32", "lce_gemm", LceGemmProblem(Store(accumulate=True), _BF16, "float32", **_DW)),
+    Epilogue("up", "grouped_gemm", mlp.MlpGemmProblem(mlp.Up("swiglu", keeps=True), **_GROUPED)),
+    Epilogue("down", "grouped_gemm", mlp.MlpGemmProblem(mlp.Down(), **_GROUPED)),
     Epilogue(
         "down_backward", "grouped_gemm",
-        GroupedGemmProblem("down_backward", **_GROUPED, b_major="n", activation="swiglu", scaled=True),
+        mlp.MlpGemmProblem(mlp.DownBackward("swiglu", scaled=True), **_GROUPED, b_major="n"),
     ),
-    Epilogue("store (grouped)", "grouped_gemm", GroupedGemmProblem("store", **_GROUPED)),
+    Epilogue("store (grouped)", "grouped_gemm", mlp.MlpGemmProblem(mlp.Store(), **_GROUPED)),
 ]  # fmt: skip
 
 
@@ -215,7 +217,7 @@ def headline_rows() -> Iterator[list[str]]:
         "memory alone ms",
     ]  # fmt: skip
     for step in steps_of("linear_cross_entropy 8192x4096x128256", B200).steps:
-        if step.kernel != "lce_gemm" or step.problem.recompute_flagged:
+        if step.kernel != "lce_gemm" or step.problem.epilogue.selects_tiles:
             continue
         config, sizes = step.choice.config, step.sizes
         tile = tiling(config, sizes, B200)
@@ -249,7 +251,7 @@ def seconds(dry: DryRun, gpu: Gpu, share: float) -> float:
     roofs = Roofs(bandwidth, bandwidth, share * PEAK[gpu.name], "model")
     total = 0.0
     for step in dry.steps:
-        is_gemm = step.kernel == "lce_gemm" and not step.problem.recompute_flagged
+        is_gemm = step.kernel == "lce_gemm" and not step.problem.epilogue.selects_tiles
         once = gemm_seconds(step, gpu, share) if is_gemm else max(LAUNCH_US, estimate(step.work, roofs).us) * 1e-6
         total += step.calls * once
     return total

@@ -71,7 +71,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rounding_tie_to_the_other_side",
-        "quackish/kernels/gemm/epilogue_store.py",
+        "quackish/ops/linear_cross_entropy/kernels/epilogue_residual.py",
         "if (bits & 0x1FFFF) == 0x8000:",
         "if (bits & 0x1FFFF) == 0x18000:",
         "tests/emulator/test_emulate_details.py -k test_rounding_residual_of_ties",

@@ -20,18 +20,18 @@ from quackish.device.choose import choose
 from quackish.device.kernel_device import KernelDevice
 from quackish.device.kernel_for import CompiledKernel
 from quackish.gpu import H200
-from quackish.kernels.gemm import problem as gemm
-from quackish.kernels.gemm.grouped_problem import DSCALES_COLUMNS
-from quackish.kernels.gemm.problem import NUM_TICKETS, ROW_TILE
+from quackish.kernels.gemm.problem import NUM_TICKETS, Store
+from quackish.ops.linear_cross_entropy import gemm_problems as lce
 from quackish.ops.linear_cross_entropy import row_state
 from quackish.ops.linear_cross_entropy.launches import LceKernels
-from quackish.ops.linear_cross_entropy.row_problems import NO_SLOT
+from quackish.ops.linear_cross_entropy.row_problems import NO_SLOT, ROW_TILE
 from quackish.ops.linear_cross_entropy.row_state import RowStateParts
+from quackish.ops.mlp import gemm_problems as mlp
 from quackish.ops.mlp import reference
 
 I16, I32, I64, BF16, FP32 = torch.int16, torch.int32, torch.int64, torch.bfloat16, torch.float32
 HUGE, HEADROOM, SMALLEST_RATIO, LEAST_LOG2, LOG2_E = 2e38, 60.0, 2.0**-20, -256.0, math.log2(math.e)
-SOFTMAX_TILE_N = gemm.SOFTMAX_TILE_N["sm_90"]
+SOFTMAX_TILE_N = lce.SOFTMAX_TILE_N["sm_90"]
 CPU = torch.device("cpu")
 SMALL = dataclasses.replace(H200, sm_count=4)  # takes little scratch for GEMMs
 
@@ -403,7 +403,7 @@ def gemm(p, a):
         steps = min(padded, -(-live // 64) * 64)
         A = memory(a.a, dtype, (steps, m), (a.a_stride, 1)).T
         B = memory(a.b, dtype, (steps, n), (a.b_stride, 1)).T
-        padded = m
+        live = padded = m
     else:
         A = memory(a.a, dtype, (padded, split if p.a_in_two else k), (a.a_stride, 1))
         if p.a_in_two:
@@ -416,7 +416,7 @@ def gemm(p, a):
     D = [memory(a.d, out_dtype, (m, split if p.d_in_two else n), (a.d_stride, 1)), None]
     if p.d_in_two:
         D[1] = memory(a.second, out_dtype, (m, n - split), (a.second_stride, 1))
-    EPILOGUES[p.epilogue](p, acc, a.epilogue, D, live, a.start, m, n)
+    EPILOGUES[type(p.epilogue)](p.epilogue, acc, a.epilogue, D, live, a.start, m, n)
 
 
 def with_bias(p, acc, bias, softcap, n):
@@ -494,21 +494,28 @@ def rows_epilogue(p, acc, a, D, live, start, m, n):
 
 
 def store_epilogue(p, acc, a, D, live, start, m, n):
-    out = D[0]
-    if p.live == "m":
-        acc, out = acc[:live], out[:live]
+    acc, out = acc[:live], D[0][:live]
     if p.scaled:
         acc = acc * memory(a.factor, FP32, (1,))
     out.copy_(out + acc if p.accumulate else acc)
-    if p.rounding_residual:
-        first_slots = memory(a.first_slot_of_class, I32, (m,))
-        classes = (first_slots != NO_SLOT).nonzero()[:, 0]
-        if len(classes):
-            slots = first_slots[classes].long()
-            memory(a.rounding_residual, I16, (int(slots.max()) + 1, n))[slots] = rounding_residual_of(acc[classes])
 
 
-EPILOGUES = dict(softmax=softmax_epilogue, dlogits=dlogits_epilogue, rows=rows_epilogue, store=store_epilogue)
+def residual_epilogue(p, acc, a, D, live, start, m, n):
+    D[0].copy_(acc)
+    first_slots = memory(a.first_slot_of_class, I32, (m,))
+    classes = (first_slots != NO_SLOT).nonzero()[:, 0]
+    if len(classes):
+        slots = first_slots[classes].long()
+        memory(a.rounding_residual, I16, (int(slots.max()) + 1, n))[slots] = rounding_residual_of(acc[classes])
+
+
+EPILOGUES = {
+    lce.Softmax: softmax_epilogue,
+    lce.Dlogits: dlogits_epilogue,
+    lce.RowsOut: rows_epilogue,
+    Store: store_epilogue,
+    lce.StoreWithResidual: residual_epilogue,
+}
 
 
 # grouped_mlp ----------------------------------------------------------------------------------------------------------
@@ -528,41 +535,42 @@ def grouped_gemm(p, a):
         groups = reference.Groups(memory(a.offs, I32, (a.groups,)), a.rows)
         A, B = memory(a.a, dtype, (a.rows, a.m), (a.a_stride, 1)), memory(a.b, dtype, (a.rows, a.n))
         D, total = memory(a.d, out, (a.groups, a.m, a.n)), reference.sum_of_products(A, B, groups)
-        D.copy_(torch.where(groups.has_rows[:, None, None], D + total, D) if p.accumulate else total)
+        D.copy_(torch.where(groups.has_rows[:, None, None], D + total, D) if p.epilogue.accumulate else total)
 
     def rows(a):
         groups = reference.Groups(memory(a.offs, I32, (a.groups,)), a.rows)
-        width, e = a.n * (1 + p.gated), a.epilogue
-        bs = [weights(a, a.b, width if p.epilogue == "up" and not p.b_in_two else a.n)]
+        e, o = a.epilogue, p.epilogue
+        is_up, width = isinstance(o, mlp.Up), a.n * (1 + getattr(o, "gated", False))
+        bs = [weights(a, a.b, width if is_up and not p.b_in_two else a.n)]
         bs += [weights(a, a.second, a.n)] if p.b_in_two else []
-        if p.epilogue == "up":
+        if is_up:
             A = memory(a.a, dtype, (a.rows, a.k))
             acc = torch.cat([reference.rows_times(A, b, groups) for b in bs], 1)
         else:
             parts = memory(a.a, dtype, (a.rows, a.k * len(bs))).chunk(len(bs), 1)
             acc = sum(reference.rows_times(part, b, groups) for part, b in zip(parts, bs, strict=True))
-        if p.biased:
+        if getattr(o, "biased", False):
             acc = acc + memory(e.bias, FP32, (a.groups, acc.shape[1])).index_select(0, groups.of_row)
         acc, scales = groups.defined(acc), None
-        if p.scaled:
+        if getattr(o, "scaled", False):
             scales = torch.where(groups.is_live, memory(e.scales, FP32, (a.rows,)), 0.0)[:, None]
-        if p.epilogue == "down":
+        if isinstance(o, mlp.Down):
             memory(a.d, out, (a.rows, a.n)).copy_(acc)
-        elif p.epilogue == "up":
+        elif is_up:
             acc = reference.overflow_as_fp16(acc) if dtype is torch.float16 else acc
-            if p.keeps:
+            if o.keeps:
                 memory(e.preactivation, dtype, (a.rows, width)).copy_(acc)
-            f = reference.activate(acc, p.activation)
-            memory(a.d, out, (a.rows, a.n)).copy_(f * scales if p.scaled else f)
+            f = reference.activate(acc, o.activation)
+            memory(a.d, out, (a.rows, a.n)).copy_(f * scales if o.scaled else f)
         else:
             z = memory(e.preactivation, dtype, (a.rows, width)).float()
-            f = reference.activate(z, p.activation)
-            if p.scaled:
-                parts = [part.sum(1) for part in (acc * f).split(DSCALES_COLUMNS, 1)]
+            f = reference.activate(z, o.activation)
+            if o.scaled:
+                parts = [part.sum(1) for part in (acc * f).split(mlp.DSCALES_COLUMNS, 1)]
                 memory(e.dscales_parts, FP32, (len(parts), a.rows)).copy_(torch.stack(parts))
-            dz = reference.activation_gradient(acc * scales if p.scaled else acc, z, p.activation)
+            dz = reference.activation_gradient(acc * scales if o.scaled else acc, z, o.activation)
             memory(a.d, out, (a.rows, width)).copy_(dz)
-            memory(e.act, dtype, (a.rows, a.n)).copy_(f * scales if p.scaled else f)
+            memory(e.act, dtype, (a.rows, a.n)).copy_(f * scales if o.scaled else f)
 
     return rows(a) if p.along == "m" else sums(a)
 

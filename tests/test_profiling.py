@@ -15,7 +15,9 @@ from quackish.cli.parser import Parser
 from quackish.device import compile as compiling
 from quackish.device import launch
 from quackish.gpu import B200, H200, Roofs, gpu_of
-from quackish.kernels.gemm.problem import GemmArgs, GemmConfig, GemmProblem
+from quackish.kernels.gemm.problem import GemmArgs
+from quackish.kernels.gemm.sm90_config import GemmConfig
+from quackish.ops.linear_cross_entropy.gemm_problems import LceGemmProblem, Softmax
 from quackish.ops.linear_cross_entropy.row_problems import LceScaleProblem, ScaleArgs
 from quackish.ops.rms_norm.problems import ForwardArgs, RmsNormFwdConfig, RmsNormFwdProblem
 from quackish.testing.errors import same_bits
@@ -23,7 +25,7 @@ from quackish.testing.errors import same_bits
 ROOFS = Roofs(copy=4e12, add=4e12, gemm=8e14, source="data sheet")
 NORM = RmsNormFwdProblem(4096, "bfloat16", "bfloat16", "bfloat16")
 NORM_CONFIG = RmsNormFwdConfig(128, 128)
-GEMM = GemmProblem("softmax", "bfloat16", "bfloat16")
+GEMM = LceGemmProblem(Softmax(), "bfloat16", "bfloat16")
 
 
 def stand_in(class_name, problem, config, function=lambda *args: None):
@@ -38,7 +40,7 @@ def norm(m=16_384, stream=0, function=lambda *args: None):
 
 
 def gemm(m=8192, n=128_256, k=4096, stream=0, function=lambda *args: None):
-    kernel = stand_in("GemmSm90", GEMM, GemmConfig(), function)
+    kernel = stand_in("LceGemmSm90", GEMM, GemmConfig(), function)
     args = GemmArgs(**dict.fromkeys(GemmArgs._fields) | dict(m=m, n=n, k=k, max_clusters=66))
     kernel(args, stream)
 

@@ -1,5 +1,6 @@
 """Which of many cases tests compile, and what all compiled kernels keep."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -25,11 +26,23 @@ def one_per_kernel(cases):
 
 def one_per_epilogue(problems):
     """Few of the problems, one of each epilogue of which is not exhaustive."""
-    return one_per(lambda problem: problem.epilogue, all_pairs((problem,) for problem in problems))
+    return one_per(lambda problem: type(problem.epilogue), all_pairs((problem,) for problem in problems))
 
 
 # Values of these fields are compiled once per kernel, not with every value of the other fields.
 ALONE = {"n", "h", "dtype", "bias_dtype", "activation", "max_groups"}
+
+
+def fields_of(problem):
+    """(name, value) of the fields of a problem and of its epilogue, for which the value is the class."""
+    for name, value in vars(problem).items():
+        yield name, type(value) if dataclasses.is_dataclass(value) else value
+        if dataclasses.is_dataclass(value):
+            yield from fields_of(value)
+
+
+def num_options(problem):
+    return sum(bool(value) for _, value in fields_of(problem))
 
 
 def all_pairs(cases):
@@ -40,14 +53,11 @@ def all_pairs(cases):
     """
 
     def pairs_of_fields(case):
-        fields = [*enumerate(case[:-1]), *vars(case[-1]).items()]
+        fields = [*enumerate(case[:-1]), *fields_of(case[-1])]
         yield from itertools.combinations([field for field in fields if field[0] not in ALONE], 2)
         yield from ((case[:-1], field) for field in fields if field[0] in ALONE)
 
-    pairs_of = {
-        case: set(pairs_of_fields(case))
-        for case in sorted(cases, key=lambda case: -sum(map(bool, vars(case[-1]).values())))
-    }
+    pairs_of = {case: set(pairs_of_fields(case)) for case in sorted(cases, key=lambda case: -num_options(case[-1]))}
     missing = set().union(*pairs_of.values())
     while missing:
         case = max(pairs_of, key=lambda case: len(pairs_of[case] & missing))

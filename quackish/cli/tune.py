@@ -77,12 +77,7 @@ def plan(args: argparse.Namespace, gpu: Gpu) -> list[Problem]:
             raise CommandError(f"there is nothing to tune: {dry.portable}")
         largest: dict[Any, dict[str, int]] = {}  # the largest sizes of each problem for this shape
         for step in dry.steps:
-            # Kernels with recompute_flagged return at once.
-            if (
-                step.choice is None
-                or not step.problem.spec.is_tunable
-                or getattr(step.problem, "recompute_flagged", False)
-            ):
+            if step.choice is None or not step.problem.spec.is_tunable or step.work.depends_on_data:
                 continue
             problem = problems.setdefault(step.problem, Problem(step.problem, []))
             largest[step.problem] = max(largest.get(step.problem, step.sizes), step.sizes, key=problem.cost)

@@ -56,8 +56,17 @@ def find(problem: Any, gpu: Gpu) -> Row | None:
 
 def _fields(problem: Any) -> dict[str, Any]:
     """A problem as the table has it: as if packed, because the config must not depend on that."""
-    fields = dataclasses.asdict(problem)
+    fields = _plain(problem)
     return fields | {"packed": True} if "packed" in fields else fields
+
+
+def _plain(problem: Any) -> dict[str, Any]:
+    """Like dataclasses.asdict, but parts of the problem keep the names of their classes."""
+    fields = {field.name: getattr(problem, field.name) for field in dataclasses.fields(problem)}
+    return {
+        name: {type(value).__name__: _plain(value)} if dataclasses.is_dataclass(value) else value
+        for name, value in fields.items()
+    }
 
 
 # The file ------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ numbers per row or column of a GEMM. All rows count as live and all groups as us
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from quackish.gpu import Roofs
@@ -60,12 +60,17 @@ def returns_at_once(note: str) -> Work:
 
 def describe(problem: Any, sizes: Sizes) -> str:
     """Sizes and problem in one line, without default values: "m=16384 n=4096 x=bf16 y=bf16"."""
-    words = [f"{name}={value}" for name, value in sizes.items()]
+    return " ".join([*(f"{name}={value}" for name, value in sizes.items()), *_words(problem)])
+
+
+def _words(problem: Any) -> Iterator[str]:
     for field in dataclasses.fields(problem) if dataclasses.is_dataclass(problem) else ():
         name, value = field.name.removesuffix("_dtype"), getattr(problem, field.name)
-        if value != field.default and value is not None:
-            words.append(name if value is True else f"{name}={SHORT.get(value, value)}")
-    return " ".join(words)
+        if dataclasses.is_dataclass(value):  # a part of the problem, with options of its own
+            yield f"{name}={type(value).__name__}"
+            yield from _words(value)
+        elif value != field.default and value is not None:
+            yield name if value is True else f"{name}={SHORT.get(value, value)}"
 
 
 def bytes_of(*dtypes: str | None) -> int:

@@ -1,5 +1,6 @@
 """`quackish doctor --check`: which calls it runs, and what it reports of kernels that fail."""
 
+import collections
 import json
 import multiprocessing
 
@@ -15,11 +16,13 @@ from quackish.device.kernel_device import KernelDevice, substitute
 from quackish.device.kernel_for import CompiledKernel, request_for
 from quackish.device.spec import loaded
 from quackish.gpu import B200, H200
-from quackish.kernels.gemm.grouped_problem import CONFIGS, GroupedGemmProblem
-from quackish.kernels.gemm.problem import GemmProblem
+from quackish.kernels.gemm.problem import Store
+from quackish.ops.linear_cross_entropy.gemm_problems import LceGemmProblem, Softmax
+from quackish.ops.mlp import gemm_problems as mlp
 from quackish.ops.rms_norm.tools import RMS_NORM
 from tests import forked
 from tests.device import broken_kernels
+from tests.variants import fields_of
 
 CPU = torch.device("cpu")
 IN = "in token_rows op=copy n=8 dtype=bf16: "
@@ -56,12 +59,15 @@ def test_every_kernel_runs(gpu):
 
 def test_every_variant_of_grouped_mlp_runs():
     launched = [problem for name, problem in launched_by(H200, "grouped_mlp") if name == "grouped_gemm"]
-    of = {field: {getattr(problem, field) for problem in launched} for field in vars(launched[0])}
-    assert of["epilogue"] == {"up", "down", "down_backward", "store"}
+    of = collections.defaultdict(set)
+    for problem in launched:
+        for name, value in fields_of(problem):
+            of[name].add(value)
+    assert of["epilogue"] == {mlp.Up, mlp.Down, mlp.DownBackward, mlp.Store}
     assert of["b_major"] == {"k", "n"}
-    flags = ("b_in_two", "biased", "scaled", "keeps", "accumulate", "gated")
-    assert all(len({getattr(problem, flag) for problem in launched}) == 2 for flag in flags)
-    assert of["cluster_tile"] == set(CONFIGS)
+    assert all(len(of[flag]) == 2 for flag in ("b_in_two", "biased", "scaled", "keeps", "accumulate"))
+    assert {f in mlp.GATED for f in of["activation"]} == {False, True}
+    assert of["cluster_tile"] == set(mlp.CONFIGS)
 
 
 # What becomes of a call -----------------------------------------------------------------------------------------------
@@ -167,17 +173,17 @@ def test_nothing_to_check_without_a_gpu(capsys):
 
 
 def test_products_of_cublas_have_the_sizes_of_a_launch():
-    make = loaded(GemmProblem.spec.cublas)
+    make = loaded(LceGemmProblem.spec.cublas)
     sizes = dict(m=16, n=24, k=32)
-    a, b = make(GemmProblem("store", "bfloat16", "bfloat16", a_major="m", b_major="n"), sizes, CPU)
+    a, b = make(LceGemmProblem(Store(), "bfloat16", "bfloat16", a_major="m", b_major="n"), sizes, CPU)
     assert (a.shape, b.shape, a.stride(0), b.stride(1)) == ((16, 32), (32, 24), 1, 1)
-    a, b = make(GemmProblem("softmax", "bfloat16", None), sizes, CPU)
+    a, b = make(LceGemmProblem(Softmax(), "bfloat16", None), sizes, CPU)
     assert (a.shape, b.shape, a.stride(1), b.stride(0)) == ((16, 32), (32, 24), 1, 1)
-    make = loaded(GroupedGemmProblem.spec.cublas)
-    up = GroupedGemmProblem("up", "bfloat16", 4, "bfloat16", activation="swiglu")
+    make = loaded(mlp.MlpGemmProblem.spec.cublas)
+    up = mlp.MlpGemmProblem(mlp.Up("swiglu"), "bfloat16", 4, "bfloat16")
     a, b = make(up, dict(rows=40, n=24, k=32, groups=4), CPU)
     assert (a.shape, b.shape) == ((4, 10, 32), (4, 32, 48))
-    a, b = make(GroupedGemmProblem("store", "bfloat16", 4, "bfloat16"), dict(rows=40, m=16, n=24, groups=4), CPU)
+    a, b = make(mlp.MlpGemmProblem(mlp.Store(), "bfloat16", 4, "bfloat16"), dict(rows=40, m=16, n=24, groups=4), CPU)
     assert (a.shape, b.shape) == ((4, 16, 10), (4, 10, 24))
     assert check_call.cublas_us(None, CPU) is None
 

@@ -21,6 +21,7 @@ from quackish.gpu import B200, GH200, H100, H100_NVL, H100_PCIE, H200
 from quackish.ops.linear_cross_entropy import dry_run as lce_dry_run
 from quackish.ops.linear_cross_entropy import layout as lce_config
 from quackish.ops.linear_cross_entropy.dry_run import representatives
+from quackish.ops.linear_cross_entropy.gemm_problems import RowsOut, Softmax, StoreWithResidual
 from quackish.ops.linear_cross_entropy.tools import frontier
 from quackish.ops.rms_norm.problems import RmsNormBwdProblem
 from quackish.ops.rms_norm.tools import RMS_NORM
@@ -119,8 +120,8 @@ def test_gemms_of_blackwell():
     compiled = []
     shown = output(HEADLINE + " --gpu b200", compiled)
     assert "No Blackwell GPU has run these kernels" in shown
-    gemms = [(problem, config) for name, problem, config, target in compiled if name == "GemmSm100"]
-    assert {problem.epilogue for problem, _ in gemms} == {"softmax", "rows", "store"}
+    gemms = [(problem, config) for name, problem, config, target in compiled if name == "LceGemmSm100"]
+    assert {type(problem.epilogue) for problem, _ in gemms} == {Softmax, RowsOut, StoreWithResidual}
     assert all(config == choose(problem, B200).config for problem, config in gemms)
     lines = shown.split("\n\n")[1].splitlines()
     rows = {sizes: line.split() for line, sizes in itertools.pairwise(lines) if "lce_gemm" in line}
@@ -442,7 +443,7 @@ def test_launches_and_memory_of_grouped_mlp():
     assert sum(buffer.bytes for buffer in result.buffers) == result.peak_bytes
     without_grad = dry(f"grouped_mlp {r}x{h}x{i}x{experts} --no-grad")
     assert without_grad.peak_bytes == pytest.approx(y + 2 * r * i, rel=0.01)
-    assert "by the rule in quackish/kernels/gemm/grouped_problem.py" in output(f"grouped_mlp {r}x{h}x{i}x{experts}")
+    assert "by the rule in quackish/ops/mlp/gemm_problems.py" in output(f"grouped_mlp {r}x{h}x{i}x{experts}")
 
 
 # Attention -----------------------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ def test_a_file(tmp_path):
     status, requests = run(f"--from {file} --gpu h200")
     assert status == 0
     names = {request.kernel_class.__name__ for request in requests}
-    assert names > {"RmsNormFwd", "RmsNormBwd", "GemmSm90", "LceRows"}
+    assert names > {"RmsNormFwd", "RmsNormBwd", "LceGemmSm90", "LceRows"}
     assert all(request.problem.residual_dtype for request in requests if "RmsNormFwd" in str(request.kernel_class))
 
 

@@ -17,14 +17,16 @@ from quackish.device import choose, tuned
 from quackish.device.kernel_device import KernelDevice, substitute
 from quackish.device.launch import Resources
 from quackish.gpu import A100, B200, H200, gpu_of
-from quackish.kernels.gemm.grouped_problem import GroupedGemmProblem
-from quackish.kernels.gemm.problem import GemmConfig, GemmProblem
+from quackish.kernels.gemm.problem import Store
+from quackish.kernels.gemm.sm90_config import GemmConfig
 from quackish.ops.attention.problems import (
     AttentionBiasProblem,
     AttentionForwardProblem,
     AttentionKeysProblem,
     AttentionQueriesProblem,
 )
+from quackish.ops.linear_cross_entropy.gemm_problems import Dlogits, LceGemmProblem, Logits, RowsOut, Softmax
+from quackish.ops.mlp import gemm_problems as mlp
 from quackish.ops.rms_norm.problems import RmsNormBwdConfig, RmsNormBwdProblem, RmsNormFwdConfig, RmsNormFwdProblem
 from quackish.testing.timing import Times
 from quackish.tune import cases, search
@@ -36,7 +38,7 @@ BF16 = "bfloat16"
 CPU = torch.device("cpu")
 FORWARD = RmsNormFwdProblem(4096, BF16, BF16, BF16)
 BACKWARD = RmsNormBwdProblem(4096, BF16, BF16, BF16, dx_dtype=BF16, dweight_dtype=BF16)
-DX = GemmProblem("rows", BF16, BF16, b_major="n")
+DX = LceGemmProblem(RowsOut(), BF16, BF16, b_major="n")
 
 
 @pytest.fixture(autouse=True)
@@ -57,15 +59,15 @@ def problems():
         aligned = n % 8 == 0
         yield RmsNormFwdProblem(n, BF16, BF16, BF16, aligned=aligned)
         yield RmsNormBwdProblem(n, BF16, BF16, BF16, dx_dtype=BF16, dweight_dtype=BF16, aligned=aligned)
-    for epilogue in ("softmax", "dlogits"):
-        yield GemmProblem(epilogue, BF16, BF16)
-    for epilogue in ("up", "down", "down_backward"):
-        yield GroupedGemmProblem(epilogue, BF16, 64, BF16, activation="swiglu", keeps=epilogue == "up")
-    yield GroupedGemmProblem("store", BF16, 64, "float32", accumulate=True)
+    for epilogue in (Softmax(), Dlogits()):
+        yield LceGemmProblem(epilogue, BF16, BF16)
+    for epilogue in (mlp.Up("swiglu", keeps=True), mlp.Down(), mlp.DownBackward("swiglu")):
+        yield mlp.MlpGemmProblem(epilogue, BF16, 64, BF16)
+    yield mlp.MlpGemmProblem(mlp.Store(accumulate=True), BF16, 64, "float32")
     yield DX
     for of in (AttentionForwardProblem, AttentionQueriesProblem, AttentionKeysProblem, AttentionBiasProblem):
         yield of(BF16, 64, BF16)
-    yield GemmProblem("store", BF16, "float32", a_major="m", b_major="n", live="k", accumulate=True)
+    yield LceGemmProblem(Store(accumulate=True), BF16, "float32", a_major="m", b_major="n", live="k")
 
 
 @pytest.mark.parametrize("on", [H200, B200], ids=lambda on: on.name)
@@ -97,13 +99,13 @@ def test_candidates_vary_every_useful_field():
     assert len(found) > 5
     assert varied(dataclasses.replace(FORWARD, n=65_536))[1]["split_n"] >= {8, 16}
 
-    found, values = varied(GroupedGemmProblem("down", BF16, 64, BF16))
+    found, values = varied(mlp.MlpGemmProblem(mlp.Down(), BF16, 64, BF16))
     assert all(len(values[name]) >= 2 for name in set(values) - {"group_along"})
 
     found, values = varied(DX)
     assert all(len(values[name]) >= 2 for name in set(values) - {"pingpong"})
     assert values["pingpong"] == {False}
-    assert varied(GemmProblem("softmax", BF16, BF16))[1]["pingpong"] == {False, True}
+    assert varied(LceGemmProblem(Softmax(), BF16, BF16))[1]["pingpong"] == {False, True}
     # 64 x 128 tiles have half the multiplications per load
     assert not [one for one in found if (one.tile_m, one.tile_n, one.cluster_m) == (64, 128, 1)]
 
@@ -313,7 +315,7 @@ def test_gemms_of_blackwell(words):
         for problem, sizes in plan(words, B200):
             tried = candidates(problem, B200, max_others=100)
             assert {one.ctas for one in tried} == {1, 2}
-            is_wide = problem.epilogue not in ("rows", "store")
+            is_wide = isinstance(problem.epilogue, (Logits, mlp.Up, mlp.Down, mlp.DownBackward))
             assert {one.tile_n for one in tried} == ({256} if is_wide else {128, 256})
             assert all(problem.spec.variant(B200).why_illegal(problem, one, B200) is None for one in tried)
             cases.prepare(problem, B200, {name: min(size, 700) for name, size in sizes[0].items()}, CPU)(tried[-1])
@@ -327,7 +329,7 @@ def test_a_problem_is_tuned_once_over_its_shapes():
     ]
     found = plan(LCE + "chunked")
     assert [problem.spec.name_of(problem) for problem, _ in found] == ["lce_logits", "lce_dx", "lce_dw"]
-    assert not any(problem.recompute_flagged for problem, _ in found)
+    assert not any(problem.epilogue.selects_tiles for problem, _ in found)
 
 
 # The command ---------------------------------------------------------------------------------------------------------

@@ -15,11 +15,20 @@ from quackish.device import choose, launch, toolchain, tuned
 from quackish.device.kernel_device import KernelDevice, substitute
 from quackish.device.kernel_for import CompiledKernel
 from quackish.gpu import B200, H100, H200
-from quackish.kernels.gemm.grouped_problem import GroupedGemmProblem
-from quackish.kernels.gemm.problem import GemmConfig, GemmProblem, gemm_config, gemm_smem_bytes, gemm_why_illegal
+from quackish.kernels.gemm.problem import Store
+from quackish.kernels.gemm.sm90_config import GemmConfig, gemm_smem_bytes, gemm_why_illegal
 from quackish.ops.linear_cross_entropy.calls import RowState
+from quackish.ops.linear_cross_entropy.gemm_problems import (
+    Dlogits,
+    LceGemmProblem,
+    RowsOut,
+    Softmax,
+    StoreWithResidual,
+    gemm_config,
+)
 from quackish.ops.linear_cross_entropy.launches import LceKernels
 from quackish.ops.linear_cross_entropy.row_problems import LceScatterProblem
+from quackish.ops.mlp.gemm_problems import MlpGemmProblem, Up
 from quackish.ops.rms_norm.api import rms_norm, rms_norm_backward, rms_norm_forward
 from quackish.ops.rms_norm.problems import (
     MAX_N,
@@ -41,10 +50,10 @@ from tests.variants import one_per
 BF16, FP32 = "bfloat16", "float32"
 FORWARD = RmsNormFwdProblem(4096, BF16, BF16, BF16)
 BACKWARD = RmsNormBwdProblem(4096, BF16, BF16, BF16, dx_dtype=BF16, dweight_dtype=BF16)
-LOGITS = GemmProblem("softmax", BF16, BF16)
-DLOGITS = GemmProblem("dlogits", BF16, BF16)
-DX = GemmProblem("rows", BF16, BF16, b_major="n")
-DW = GemmProblem("store", BF16, BF16, a_major="m", b_major="n", live="k", split_k_tail=True)
+LOGITS = LceGemmProblem(Softmax(), BF16, BF16)
+DLOGITS = LceGemmProblem(Dlogits(), BF16, BF16)
+DX = LceGemmProblem(RowsOut(), BF16, BF16, b_major="n")
+DW = LceGemmProblem(Store(), BF16, BF16, a_major="m", b_major="n", live="k", split_k_tail=True)
 DW_PINGPONG = dataclasses.replace(DW, split_k_tail=False)
 
 
@@ -125,7 +134,7 @@ def test_a_gemm_has_a_name_for_each_product():
             forced = [other for other, p in of.items() if chosen(p).source == "forced"]
             assert forced == [name], problem
     with config(lce_dx=dict(group=4)):  # the accumulation of `recompute`
-        assert chosen(GemmProblem("store", BF16, FP32, b_major="n", accumulate=True)).config.group == 4
+        assert chosen(LceGemmProblem(Store(accumulate=True), BF16, FP32, b_major="n")).config.group == 4
 
 
 # Legal or not --------------------------------------------------------------------------------------------------------
@@ -168,16 +177,16 @@ def test_the_analytical_choice_of_a_gemm_is_legal():
     ):
         options = dict(bias_dtype=bias, softcap=softcap, smoothing=smoothing, weighted=smoothing)
         for problem in (
-            GemmProblem("softmax", dtype, None if smoothing else BF16, **options),
-            GemmProblem("softmax", dtype, None, **options, recompute_flagged=True),
-            GemmProblem("dlogits", dtype, dtype, **options),
+            LceGemmProblem(Softmax(**options), dtype, None if smoothing else BF16),
+            LceGemmProblem(Softmax(**options, recompute_flagged=True), dtype, None),
+            LceGemmProblem(Dlogits(**options), dtype, dtype),
         ):
             assert gemm_why_illegal(problem, gemm_config(problem, H200), H200) is None, problem
     for out, split, accumulate in itertools.product((BF16, FP32), (False, True), (False, True)):
         for problem in (
-            GemmProblem("rows", BF16, out, b_major="n", a_in_two=split),
-            GemmProblem("store", BF16, FP32, b_major="n", accumulate=accumulate),
-            dataclasses.replace(DW, out_dtype=out, accumulate=accumulate and out == FP32),
+            LceGemmProblem(RowsOut(), BF16, out, b_major="n", a_in_two=split),
+            LceGemmProblem(Store(accumulate=accumulate), BF16, FP32, b_major="n"),
+            dataclasses.replace(DW, out_dtype=out, epilogue=Store(accumulate=accumulate and out == FP32)),
         ):
             assert gemm_why_illegal(problem, gemm_config(problem, H200), H200) is None, problem
 
@@ -185,7 +194,7 @@ def test_the_analytical_choice_of_a_gemm_is_legal():
 LONG = RmsNormBwdProblem(65_536, BF16, BF16, BF16, dx_dtype=BF16, dweight_dtype=BF16)
 ODD = RmsNormBwdProblem(4097, BF16, BF16, BF16, dx_dtype=BF16, dweight_dtype=BF16, aligned=False)
 SHORT = RmsNormBwdProblem(64, BF16, BF16, BF16, dx_dtype=BF16, dweight_dtype=BF16)
-UP = GroupedGemmProblem("up", BF16, 64, BF16, activation="swiglu")
+UP = MlpGemmProblem(Up("swiglu"), BF16, 64, BF16)
 ILLEGAL = [
     (FORWARD, dict(threads=100), "threads is 100; expected a multiple of 32, up to 1024"),
     (FORWARD, dict(threads_per_row=4), "threads_per_row is 4; expected 8, 16 or a multiple of 32"),
@@ -404,6 +413,14 @@ def test_a_row_of_the_users_table_is_chosen(folder, made_here):
         assert chosen(problem=dataclasses.replace(BACKWARD, **fields)).source == "analytical", fields
     # bits do not depend on the memory layout of rows
     assert chosen(problem=dataclasses.replace(BACKWARD, packed=False)).config == TUNED
+
+
+def test_a_row_of_a_gemm_counts_for_its_epilogue(made_here):
+    store, made = LceGemmProblem(Store(), BF16, BF16, b_major="n"), GemmConfig(tile_n=128)
+    put(store, made)
+    assert chosen(store).config == made
+    for other in (RowsOut(), StoreWithResidual(), Store(scaled=True)):
+        assert chosen(dataclasses.replace(store, epilogue=other)).source == "analytical"
 
 
 def test_rows_of_another_gpu_or_toolchain_do_not_count(made_here):

@@ -9,10 +9,11 @@ from quackish.device.choose import config
 from quackish.device.kernel_for import request_for
 from quackish.device.spec import Tuning, Variant
 from quackish.gpu import B200, H200
-from quackish.kernels.gemm.problem import GemmConfig, GemmProblem, gemm_config
+from quackish.kernels.gemm.sm90_config import GemmConfig
+from quackish.ops.linear_cross_entropy.gemm_problems import LceGemmProblem, RowsOut, gemm_config
 from quackish.tune import candidates
 
-DX = GemmProblem("rows", "bfloat16", "bfloat16", b_major="n")
+DX = LceGemmProblem(RowsOut(), "bfloat16", "bfloat16", b_major="n")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +59,7 @@ def test_each_family_has_its_own_rule():
     assert chosen(B200).config == PairConfig()
     assert chosen(B200).source == "analytical"
     request = request_for(DX, B200)
-    assert request == launch.Request(GemmProblem.spec.kernel_class(B200), DX, PairConfig(), "sm_100a")
+    assert request == launch.Request(LceGemmProblem.spec.kernel_class(B200), DX, PairConfig(), "sm_100a")
     assert repr(request.kernel_class).endswith("test_config_families.PairGemm>")
 
 

@@ -20,7 +20,7 @@ from quackish.emulator import Fault, host
 from quackish.emulator.errors import ToolMissing
 from quackish.errors import UnsupportedError
 from quackish.gpu import B200, H200
-from quackish.kernels.gemm.problem import GemmProblem, gemm_config
+from quackish.ops.linear_cross_entropy.gemm_problems import LceGemmProblem, Softmax, gemm_config
 from quackish.ops.rms_norm.problems import RmsNormBwdProblem, RmsNormFwdProblem
 from quackish.ops.shared.for_tools import Operation
 from quackish.testing.errors import same_bits
@@ -149,7 +149,7 @@ def test_the_norms_read_and_write_each_element_once(m, n, gpu):
 def test_gemms_execute_no_matrix_instruction_too_many():
     m, h, v = 256, 128, 384
     x, w = normal(m, h).detach(), normal(v, h).detach()
-    config = gemm_config(GemmProblem("softmax", "bfloat16", None), H200)
+    config = gemm_config(LceGemmProblem(Softmax(), "bfloat16", None), H200)
     with quackish.emulate(SMALL) as report:
         quackish.linear_cross_entropy(x, w, torch.arange(m))
     logits, recomputed = (launch for launch in report.launches if launch.kernel == "lce_gemm")

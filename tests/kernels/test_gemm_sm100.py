@@ -17,17 +17,24 @@ from quackish.device.kernel_device import device_of
 from quackish.emulator import Fault
 from quackish.gpu import B200, B300
 from quackish.kernels.gemm import umma
-from quackish.kernels.gemm.grouped_problem import GroupedGemmProblem, cluster_tile_for
-from quackish.kernels.gemm.problem import DlogitsArgs, GemmProblem, ResidualArgs, RowsOutArgs
+from quackish.kernels.gemm.problem import Store
 from quackish.kernels.gemm.sm100_config import GemmSm100Config, gemm_sm100_why_illegal
 from quackish.ops.linear_cross_entropy.calls import ExpLogits
+from quackish.ops.linear_cross_entropy.gemm_problems import (
+    DlogitsArgs,
+    LceGemmProblem,
+    ResidualArgs,
+    RowsOutArgs,
+    Softmax,
+)
 from quackish.ops.linear_cross_entropy.launches import LceKernels
+from quackish.ops.mlp import gemm_problems as mlp
 from quackish.testing.errors import error, same_bits
 from tests.emulated_kernels import NO_SLOT, lce_kernels
 from tests.emulator_cases import BLACKWELL, emulated
 from tests.linear_cross_entropy.test_gemms import Case, close, dlogits, dw_args, launch, problems, softmax
 from tests.mlp.test_grouped_gemm import DOWN_BACKWARD, OTHERS, UP
-from tests.variants import check_compiles, one_per_kernel
+from tests.variants import check_compiles, num_options, one_per_kernel
 
 BF16, FP32 = torch.bfloat16, torch.float32
 NAMES = ("lce_logits", "lce_dlogits", "lce_dx", "lce_dw")
@@ -50,9 +57,9 @@ def compiled():
 
     Of each epilogue of linear cross entropy, those with the most and the fewest options.
     """
-    by_options = sorted((p for p in problems() if not p.split_k_tail), key=lambda p: sum(map(bool, vars(p).values())))
+    by_options = sorted((p for p in problems() if not p.split_k_tail), key=num_options)
     for ordered in by_options, by_options[::-1]:
-        last = {problem.epilogue: problem for problem in ordered}
+        last = {type(problem.epilogue): problem for problem in ordered}
         for i, problem in enumerate(last.values()):
             yield "lce_gemm", problem, (B200, B300)[i % 2]
     for i, problem in enumerate([*UP, *DOWN_BACKWARD, *OTHERS][::7]):
@@ -241,18 +248,18 @@ def test_mistakes_are_noticed(mistake, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("rows, tile", [(None, "256x256"), (128, "128x256"), (129, "256x256")])
 def test_tiles_of_one_cta_for_few_rows(rows, tile):
-    problem = GroupedGemmProblem("store", "bfloat16", 64, "bfloat16")
-    assert cluster_tile_for(problem, B200, rows, 512, 64) == tile
-    assert cluster_tile_for(problem, B200, None, 512, 64, few_rows=True) == "128x256"
+    problem = mlp.MlpGemmProblem(mlp.Store(), "bfloat16", 64, "bfloat16")
+    assert mlp.cluster_tile_for(problem, B200, rows, 512, 64) == tile
+    assert mlp.cluster_tile_for(problem, B200, None, 512, 64, few_rows=True) == "128x256"
 
 
 @pytest.mark.parametrize(
     "fields, problem, reason",
     [
-        (dict(tile_n=128), GemmProblem("softmax", "bfloat16", None), "tile_n is 128; expected 256, the number of"),
-        (dict(num_stages=7), GemmProblem("store", "bfloat16", "float32"), "num_stages is 7 with tiles of 256 x 256"),
-        (dict(ctas=4), GemmProblem("store", "bfloat16", "float32"), "ctas is 4; expected one of 1, 2"),
-        ({}, GemmProblem("store", "bfloat16", "float32", split_k_tail=True), "split_k_tail is True; expected False"),
+        (dict(tile_n=128), LceGemmProblem(Softmax(), "bfloat16", None), "tile_n is 128; expected 256, the number of"),
+        (dict(num_stages=7), LceGemmProblem(Store(), "bfloat16", "float32"), "num_stages is 7 with tiles of 256 x 256"),
+        (dict(ctas=4), LceGemmProblem(Store(), "bfloat16", "float32"), "ctas is 4; expected one of 1, 2"),
+        ({}, LceGemmProblem(Store(), "bfloat16", "float32", split_k_tail=True), "split_k_tail is True; expected False"),
     ],
 )
 def test_why_illegal(fields, problem, reason):

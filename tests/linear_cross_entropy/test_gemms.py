@@ -11,21 +11,23 @@ from quackish import config
 from quackish.device.cuda import dtype_of
 from quackish.device.kernel_device import device_of
 from quackish.gpu import H200
-from quackish.kernels.gemm.problem import (
-    NUM_TICKETS,
-    DlogitsArgs,
-    GemmProblem,
-    ResidualArgs,
-    RowsOutArgs,
-    SoftmaxArgs,
-    gemm_config,
-    gemm_smem_bytes,
-    gemm_why_illegal,
-    num_tail_splits,
-    splits_dw_tail,
-)
+from quackish.kernels.gemm.problem import NUM_TICKETS, Store
+from quackish.kernels.gemm.sm90_config import gemm_smem_bytes, gemm_why_illegal, num_tail_splits
 from quackish.ops.linear_cross_entropy import row_state
 from quackish.ops.linear_cross_entropy.calls import ExpLogits, ProblemFields, RowState
+from quackish.ops.linear_cross_entropy.gemm_problems import (
+    Dlogits,
+    DlogitsArgs,
+    LceGemmProblem,
+    ResidualArgs,
+    RowsOut,
+    RowsOutArgs,
+    Softmax,
+    SoftmaxArgs,
+    StoreWithResidual,
+    gemm_config,
+    splits_dw_tail,
+)
 from quackish.ops.linear_cross_entropy.launches import LceKernels
 from quackish.testing import assert_deterministic
 from quackish.testing.errors import error, same_bits
@@ -42,45 +44,41 @@ NAN = float("nan")
 
 def problems():
     for dtype, out in ("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16"), ("float16", "float32"):
-        options = [{}, dict(split_k_tail=True), dict(split_k_tail=True, scaled=True)]
+        epilogues = [(Store(), False), (Store(), True), (Store(scaled=True), True)]
         if out == "bfloat16":
-            options += [dict(split_k_tail=split_k_tail, rounding_residual=True) for split_k_tail in (False, True)]
+            epilogues += [(StoreWithResidual(), split_k_tail) for split_k_tail in (False, True)]
         if out == "float32":
-            options += [dict(given, accumulate=True) for given in options]
+            epilogues += [(dataclasses.replace(given, accumulate=True), split) for given, split in epilogues]
         if dtype == "float16":  # the code of bfloat16 with other conversions
-            options = options[-1:]
+            epilogues = epilogues[-1:]
         if out == "float32":
-            yield GemmProblem("store", dtype, out, b_major="n")
-            yield GemmProblem("store", dtype, out, b_major="n", accumulate=True)
-        for given in options:
-            yield GemmProblem("store", dtype, out, a_major="m", b_major="n", live="k", **given)
+            for accumulate in (False, True):
+                yield LceGemmProblem(Store(accumulate=accumulate), dtype, out, b_major="n")
+        for epilogue, split in epilogues:
+            yield LceGemmProblem(epilogue, dtype, out, a_major="m", b_major="n", live="k", split_k_tail=split)
         for split, split_k_tail in itertools.product((False, True), repeat=2):
             if dtype == "bfloat16" or (split and split_k_tail):
-                yield GemmProblem("rows", dtype, out, b_major="n", a_in_two=split, split_k_tail=split_k_tail)
+                yield LceGemmProblem(RowsOut(), dtype, out, b_major="n", a_in_two=split, split_k_tail=split_k_tail)
     for bias, softcap in (None, True), ("bfloat16", False), ("float32", False):
-        yield GemmProblem("dlogits", "bfloat16", "bfloat16", bias_dtype=bias, softcap=softcap)
-        yield GemmProblem("softmax", "bfloat16", "bfloat16", bias_dtype=bias, softcap=softcap, d_in_two=True)
+        yield LceGemmProblem(Dlogits(bias_dtype=bias, softcap=softcap), "bfloat16", "bfloat16")
+        yield LceGemmProblem(Softmax(bias_dtype=bias, softcap=softcap), "bfloat16", "bfloat16", d_in_two=True)
     # The fewest and the most options that read or scale logits, with all others.
     for logit_scale, (bias, softcap) in itertools.product((False, True), ((None, False), ("float32", True))):
         for smoothing, weighted in (False, False), (True, False), (True, True):
             options = dict(bias_dtype=bias, softcap=softcap, smoothing=smoothing, weighted=weighted)
             options["logit_scale"] = logit_scale
-            yield GemmProblem("dlogits", "bfloat16", "bfloat16", **options)
             # recompute_flagged takes fewer registers: it does not track the maximum
-            for recompute in (False,) if logit_scale else (False, True):
-                yield GemmProblem("softmax", "bfloat16", None, **options, recompute_flagged=recompute)
+            recompute = (False,) if logit_scale else (False, True)
+            for stats, flagged in itertools.product((False, True), recompute):
+                epilogue = Softmax(**options, return_stats=stats, recompute_flagged=flagged)
+                yield LceGemmProblem(epilogue, "bfloat16", None)
                 if not smoothing:
-                    for split in (False, True):
-                        yield GemmProblem(
-                            "softmax", "bfloat16", "bfloat16", **options, recompute_flagged=recompute, d_in_two=split
-                        )
-                stats = dict(recompute_flagged=recompute, return_stats=True)
-                yield GemmProblem("softmax", "bfloat16", None, **options, **stats)
-                if not smoothing:
-                    yield GemmProblem("softmax", "bfloat16", "bfloat16", **options, **stats)
-            yield GemmProblem("dlogits", "bfloat16", "bfloat16", **options, entropy=True)
-    yield GemmProblem("softmax", "float16", None, bias_dtype="float16")
-    yield GemmProblem("dlogits", "float16", "float16", bias_dtype="float16")
+                    for split in (False,) if stats else (False, True):
+                        yield LceGemmProblem(epilogue, "bfloat16", "bfloat16", d_in_two=split)
+            for entropy in (False, True):
+                yield LceGemmProblem(Dlogits(**options, entropy=entropy), "bfloat16", "bfloat16")
+    yield LceGemmProblem(Softmax(bias_dtype="float16"), "float16", None)
+    yield LceGemmProblem(Dlogits(bias_dtype="float16"), "float16", "float16")
 
 
 @pytest.mark.exhaustive
@@ -97,7 +95,7 @@ def test_tails_are_split_if_clusters_would_idle(tiles, k_tiles, splits):
     got = num_tail_splits(tiles, k_tiles, 66)
     assert got == (splits or tiles % 66)
     m, n, k = tiles * 256, 256, k_tiles * 64
-    room, floats = gemm_config(GemmProblem("rows", "bfloat16", "bfloat16"), H200).tail_room(m, n, k, 66)
+    room, floats = gemm_config(LceGemmProblem(RowsOut(), "bfloat16", "bfloat16"), H200).tail_room(m, n, k, 66)
     assert (room, floats) == (max(66, got), max(66, got) * 256 * 256)
 
 
@@ -428,7 +426,7 @@ def test_recompute_flagged_without_flags_changes_nothing():
 
     def only_second(name, shared, fields):
         found = kernel(name, shared, fields)
-        return found if fields["recompute_flagged"] else found._replace(launch=lambda *args: None)
+        return found if fields["epilogue"].recompute_flagged else found._replace(launch=lambda *args: None)
 
     k.kernel = only_second
     got = softmax(c, k)
@@ -555,11 +553,11 @@ def test_dw_bits_are_independent_of_the_config(v, keep_residual, m):
 
 def test_recompute_flagged_ignores_a_forced_pingpong():
     """`config(lce_logits=...)` applies to both launches of the logits; the second is always cooperative."""
-    problem = GemmProblem("softmax", "bfloat16", "bfloat16", recompute_flagged=True)
+    problem = LceGemmProblem(Softmax(recompute_flagged=True), "bfloat16", "bfloat16")
     default = gemm_config(problem, H200)
     forced = dataclasses.replace(default, pingpong=True)
     assert gemm_why_illegal(problem, forced, H200) is None
-    kernel = GemmProblem.spec.kernel_class(H200)
+    kernel = LceGemmProblem.spec.kernel_class(H200)
     assert kernel(problem, forced).config == kernel(problem, default).config == default
     assert gemm_smem_bytes(problem, forced) == gemm_smem_bytes(problem, default)
 

@@ -14,9 +14,9 @@ from quackish.device.kernel_device import KernelDevice, substitute
 from quackish.device.kernel_for import kernel_for
 from quackish.errors import UnsupportedError
 from quackish.gpu import H200
-from quackish.kernels.gemm import problem as gemm
 from quackish.ops.linear_cross_entropy import memory
 from quackish.ops.linear_cross_entropy.api import LinearCrossEntropyLoss, linear_cross_entropy, make_plan
+from quackish.ops.linear_cross_entropy.gemm_problems import SOFTMAX_TILE_N
 from quackish.ops.linear_cross_entropy.layout import LinearCrossEntropyConfig, LinearCrossEntropyProblem, by_speed
 from quackish.testing.errors import same_bits
 from tests.linear_cross_entropy.cases import (
@@ -32,7 +32,7 @@ from tests.linear_cross_entropy.cases import (
     unit_roundoff,
 )
 
-TILE_N = gemm.SOFTMAX_TILE_N["sm_90"]
+TILE_N = SOFTMAX_TILE_N["sm_90"]
 
 BF16, FP32, CUDA = torch.bfloat16, torch.float32, torch.device("cuda")
 

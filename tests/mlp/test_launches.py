@@ -11,8 +11,8 @@ from quackish.device.choose import choose
 from quackish.device.kernel_device import KernelDevice, substitute
 from quackish.device.kernel_for import CompiledKernel
 from quackish.gpu import H200
-from quackish.kernels.gemm.grouped_problem import TILES
 from quackish.ops.mlp import operators, reference
+from quackish.ops.mlp.gemm_problems import TILES, Down, DownBackward, Up
 from quackish.testing.errors import same_bits
 from tests.mlp.cases import BF16, MANY, NAMES, SIZES, experts, frozen, make, step
 
@@ -95,7 +95,8 @@ def test_launches_for_frozen_arguments(trained, backward, launches):
     case, dy = make(h=h, i=i, dtype=BF16, biases=False)
     step(grouped_mlp, frozen(case, but=trained.split()), dy)
     weights = {(h, i): "dw2", (2 * i, h): "dw1"}
-    kinds = [p.epilogue if p.along == "m" else weights[args.m, args.n] for p, args in launches]
+    names = {Up: "up", Down: "down", DownBackward: "down_backward"}
+    kinds = [names[type(p.epilogue)] if p.along == "m" else weights[args.m, args.n] for p, args in launches]
     assert kinds == ["up", "down", *backward.split()]
     of = dict(zip(kinds, (args for _, args in launches), strict=True))  # "down" of backward in place of forward's
     assert {args.rows for args in of.values()} == {dy.shape[0]}
@@ -118,8 +119,8 @@ def test_the_halves_of_the_preactivations_gradient_are_not_copied(launches):
     dz = launches[2][1].d
     assert (to_gate.a, to_up.a) == (dz, dz + 2 * i)
     assert to_gate.a_stride == to_up.a_stride == 2 * i
-    assert (gate.accumulate, gate.out_dtype, to_gate.d) == (True, "float32", outs["grad_w1_out"].data_ptr())
-    assert (up.accumulate, up.out_dtype) == (True, "float32")
+    assert (gate.epilogue.accumulate, gate.out_dtype, to_gate.d) == (True, "float32", outs["grad_w1_out"].data_ptr())
+    assert (up.epilogue.accumulate, up.out_dtype) == (True, "float32")
     assert to_up.d != outs["grad_w3_out"].data_ptr()
 
 
@@ -128,7 +129,7 @@ def test_many_tiles_are_all_tiles():
     launched = set()
 
     def kernel_for(problem, gpu):
-        launched.add((problem.epilogue, problem.cluster_tile))
+        launched.add((type(problem.epilogue), problem.cluster_tile))
         return CompiledKernel(lambda *args: None, choose(problem, gpu).config)
 
     with substitute("cpu", KernelDevice(H200, kernel_for)):

@@ -1,4 +1,4 @@
-"""The interface of GEMM epilogues, which consume the fp32 accumulator of a tile."""
+"""The device code of GEMM epilogues, which consume the fp32 accumulator of a tile."""
 
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
@@ -8,8 +8,9 @@ from quackish.kernels.gemm.tile_store import Block, Output, Staging
 
 
 class Epilogue:
-    """An epilogue. `args` is the NamedTuple in the kernel's `args.epilogue`. Methods in the order of their calls:
+    """An epilogue on one GPU family. `args` is the NamedTuple in the kernel's `args.epilogue`.
 
+    Methods in the order of their calls:
     - `store_atom`: on the host if `stores_by_tma`, for each buffer of D.
     - `allocate`: once per CTA.
     - `num_tiles`, once per warp role, and `is_selected`, per tile: which tiles are computed (not in grouped GEMMs).
@@ -19,13 +20,14 @@ class Epilogue:
       split-K, only the last split to arrive at a tile calls it.
     - `finish`: once per consumer thread, before the CTA exits.
 
-    A new epilogue is a subclass with `__call__`, for Hopper and for Blackwell (`sm100` in its name), a line in each
-    `make_epilogue`, and its arguments in GemmProblem.args.
+    A new epilogue is an `EpilogueSpec` beside the operation's problems, which has its options and its arguments, a
+    subclass of this class with `__call__` for each GPU family, and a line in `epilogues` of each of the operation's
+    kernel classes.
     """
 
     def __init__(self, problem, config, output: Staging | SliceStore | None):
-        self.problem, self.config, self.output = problem, config, output
-        self.stores_by_tma = output is not None and output.by_tma
+        self.problem, self.spec, self.config, self.output = problem, problem.epilogue, config, output
+        self.stores_by_tma = problem.out_dtype is not None and self.spec.stores_by_tma
 
     def store_atom(self, mD: cute.Tensor) -> tuple:
         """(TMA atom, tensor of coordinates) that stores to D."""

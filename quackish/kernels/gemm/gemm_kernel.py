@@ -1,15 +1,22 @@
-"""Shared by all GEMM kernels: arguments to compile with, loads of tiles by TMA, the order of tiles."""
+"""Shared by all GEMM kernels: the launch, loads of tiles by TMA, the order of tiles."""
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
-from cutlass.cute.nvgpu import cpasync
+from cuda.bindings.driver import CUstream
+from cutlass import Int32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync
+from cutlass.tensor_utils import LayoutEnum
 
 from quackish.kernels.arguments import DTYPES, fake_args
+from quackish.kernels.gemm.epilogues import Epilogue
 from quackish.kernels.gemm.problem import TILE_K, GemmArgs
 from quackish.kernels.memory import load_at
+
+MAJOR = {"k": OperandMajorMode.K, "m": OperandMajorMode.MN, "n": OperandMajorMode.MN}
+LAYOUT = {"k": LayoutEnum.ROW_MAJOR, "m": LayoutEnum.COL_MAJOR, "n": LayoutEnum.COL_MAJOR}
 
 
 class Stage(NamedTuple):
@@ -20,30 +27,43 @@ class Stage(NamedTuple):
 
 
 @cute.jit
-def matrix(base: cute.Pointer, rows: Int32, cols: Int32, ld: Int64, cols_contiguous: cutlass.Constexpr[bool]):
-    """A (rows, cols) tensor with leading dimension `ld`, a multiple of 8."""
-    if const_expr(cols_contiguous):
-        return cute.make_tensor(base, cute.make_layout((rows, cols), stride=(cute.assume(ld, divby=8), 1)))
-    return cute.make_tensor(base, cute.make_layout((rows, cols), stride=(1, cute.assume(ld, divby=8))))
-
-
-@cute.jit
-def live_rows(args: GemmArgs, along: cutlass.Constexpr[str]) -> Int32:
-    """The number of live rows, which is the size of D or of the sum along m or k."""
+def live_rows(args: GemmArgs, along: cutlass.Constexpr) -> Int32:
+    """The number of live rows, which is the size of D or of the sum along m or k; m if all rows are live."""
+    if const_expr(along is None):
+        return args.m
     live = load_at(args.num_live, 0) - args.start
     live = cutlass.max(cutlass.min(live, args.m if const_expr(along == "m") else args.k), 0)
     return cute.arch.make_warp_uniform(live)
 
 
 class GemmKernel:
-    """Base class of the GEMMs. A problem has `dtype` and `args`; a config has `group` and `group_along`."""
+    """Base class of the GEMMs.
+
+    A kernel is a subclass for a GPU family (wgmma.py, umma.py: `operands`, `a_atom`, `b_atom`, `launch_options`), with
+    the matrices of its arguments (operands.py, grouped_operands.py: `majors`, `matrices`, `num_clusters`), and a
+    `kernel`. An operation's kernel class adds its `epilogues`.
+    """
+
+    epilogues: ClassVar[Mapping[type, type[Epilogue]]] = {}  # class of the problem's EpilogueSpec -> its device code
+    has_pairs = False  # the columns of a tile are from two matrices B, half of them from each
 
     def __init__(self, problem, config):
         self.problem, self.config = problem, config
         self.dtype = DTYPES[problem.dtype]
+        self.epilogue = self.epilogues[type(problem.epilogue)](problem, config)
 
     def fake_args(self):
         return fake_args(self.problem)
+
+    @cute.jit
+    def __call__(self, args, stream: CUstream):
+        mAs, mBs, mDs, mZs = self.matrices(args)
+        mma, a, b = self.operands(*self.majors)
+        a_atoms, b_atoms = [self.a_atom(mA, a) for mA in mAs], [self.b_atom(mB, b) for mB in mBs]
+        atoms = [*(self.epilogue.store_atom(mD) for mD in mDs), *(self.epilogue.load_atom(mZ) for mZ in mZs)]
+        clusters = self.num_clusters(args)
+        args = args._replace(**dict.fromkeys(self.in_atoms))
+        self.kernel(a_atoms, b_atoms, atoms, args, mma, a, b).launch(**self.launch_options(clusters, stream))
 
     def load_op(self, num_multicast: int):
         """The TMA instruction that loads a tile into the shared memory of `num_multicast` CTAs."""
@@ -52,7 +72,7 @@ class GemmKernel:
         return cpasync.CopyBulkTensorTileG2SOp()
 
     def load_atom(self, tensor, smem_layout, tile, num_multicast):
-        """(TMA atom, coordinate tensor) to load a tile into one stage of `num_multicast` CTAs."""
+        """(TMA atom, tensor of coordinates) to load a tile into one stage of `num_multicast` CTAs."""
         stage = cute.slice_(smem_layout, (None, None, 0))
         atom, coordinates = cpasync.make_tiled_tma_atom(
             self.load_op(num_multicast), tensor, stage, tile, num_multicast=num_multicast

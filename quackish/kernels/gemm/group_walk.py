@@ -105,7 +105,7 @@ class GroupWalk:
         if const_expr(self.along_m):
             num_items = sOrder[groups + 1] * tiles_n
         else:
-            if const_expr(not self.problem.accumulate):
+            if const_expr(not self.problem.epilogue.accumulate):
                 live = groups  # D of an empty group is set to 0
             num_items = live * tiles_m * tiles_n
         num_items = uniform(num_items)

@@ -1,6 +1,6 @@
 """Blackwell grouped GEMM, persistent and warp-specialized: products of all groups in one launch, by TMA and tcgen05.
 
-Structured like `gemm_sm100.py`. The kernel derives its tiles from `offs` (`group_walk.py`), as Hopper's. With two CTAs
+Structured like `sm100.py`. The kernel derives its tiles from `offs` (`group_walk.py`), as Hopper's. With two CTAs
 per tile, one of them may have no rows of the group: its loads and stores are clipped at the group's end.
 
 Compiled and emulated, not run on a GPU.
@@ -8,7 +8,6 @@ Compiled and emulated, not run on a GPU.
 
 import cutlass
 import cutlass.cute as cute
-from cuda.bindings.driver import CUstream
 from cutlass import Int32, const_expr, pipeline
 
 from quackish.kernels.dependent_launch import after_previous
@@ -20,44 +19,18 @@ from quackish.kernels.gemm.problem import TILE_K
 from quackish.kernels.gemm.ragged import EXTENT
 from quackish.kernels.gemm.sm100_config import ACCUMULATORS, TILE_M, GemmSm100Config
 from quackish.kernels.gemm.tile_store import Block, Group, Output
-from quackish.kernels.gemm.umma import MAJOR, MMA_WARP, TMA_WARP, Operand, UmmaKernel
-from quackish.ops.mlp.kernels.epilogue_grouped_sm100 import DownBackwardSm100, GroupEpilogueSm100, UpSm100
-
-EPILOGUES = {
-    "up": UpSm100,
-    "down": GroupEpilogueSm100,
-    "down_backward": DownBackwardSm100,
-    "store": GroupEpilogueSm100,
-}
+from quackish.kernels.gemm.umma import MMA_WARP, TMA_WARP, Operand, UmmaKernel
 
 
 class GroupedGemmSm100(GroupedOperands, UmmaKernel):
     def __init__(self, problem: GroupedGemmProblem, config: GemmSm100Config):
-        self.epilogue = EPILOGUES[problem.epilogue](problem, config)
-        super().__init__(problem, config, self.epilogue.has_pairs)
+        super().__init__(problem, config)
         self.walk = GroupWalk(problem, config, self.raster)
-
-    @cute.jit
-    def __call__(self, args: GroupedGemmArgs, stream: CUstream):
-        p = self.problem
-        mA, mBs, mDs, mZs = self.divided_rows(args) if const_expr(p.along == "m") else self.divided_k(args)
-        a_major, b_major = self.majors
-        mma = self.tiled_mma(MAJOR[a_major], MAJOR[b_major])
-        a_operand, b_operand = self.operands(mma, *self.layouts())
-        a_atom = self.load_atom(mA, a_operand.tma, (TILE_M, TILE_K), 1)
-        b_atoms = [self.load_atom(mB, b_operand.tma, (self.box_n, TILE_K), 1) for mB in mBs]
-        output = self.epilogue.output
-        atoms = [*(output.store_atom(mD) for mD in mDs), *(output.load_atom(mZ) for mZ in mZs)]
-        max_clusters = args.max_clusters
-        args = args._replace(a=None, b=None, second=None, d=None, a_stride=None, max_clusters=None)
-        self.kernel(a_atom, b_atoms, atoms, args, mma, a_operand, b_operand).launch(
-            **self.launch_options(max_clusters, stream)
-        )
 
     @cute.kernel
     def kernel(
         self,
-        a_atom: tuple,
+        a_atoms: list,
         b_atoms: list,
         atoms: list,  # of the epilogue: its outputs', then its inputs'
         args: GroupedGemmArgs,  # without the operands
@@ -84,13 +57,13 @@ class GroupedGemmSm100(GroupedOperands, UmmaKernel):
         tiles_n = cute.ceil_div(args.n, self.epilogue.tile_cols)
         tiles_m, k_steps = Int32(0), Int32(0)
         if const_expr(p.along == "m"):
-            k_steps = cute.ceil_div(args.k, TILE_K) * self.k_parts
+            k_steps = cute.ceil_div(args.k, TILE_K) * p.k_parts
         else:
             tiles_m = cute.ceil_div(args.m, c.cluster_rows)
         walk = self.walk.begin(shared, args, tiles_m, tiles_n, k_steps)
 
         if warp == TMA_WARP:
-            self.produce(a_atom, b_atoms, sA, sB, loaded, args, walk)
+            self.produce(a_atoms[0], b_atoms, sA, sB, loaded, args, walk)
         elif warp == MMA_WARP:
             if cta == 0:
                 self.multiply(mma, accs, sA_mma, sB_mma, loaded, done, walk)
@@ -110,13 +83,13 @@ class GroupedGemmSm100(GroupedOperands, UmmaKernel):
             item = self.walk.item(j, walk)
             row = (item.tm * self.ctas + cta) * TILE_M
             col = item.tn * self.epilogue.tile_cols
-            if const_expr(not self.epilogue.has_pairs):
+            if const_expr(not self.has_pairs):
                 col += cta * self.box_n
             if const_expr(p.along == "m"):
                 a = cute.domain_offset((item.begin + row, 0), a_atom[1])
                 group = cutlass.min(item.group, args.groups - 1)
                 bs = [cute.domain_offset((col, 0), atom[1][None, None, group]) for atom in b_atoms]
-                k0 = cute.ceil_div(args.k * self.k_parts, TILE_K) if item.is_filled else Int32(0)
+                k0 = cute.ceil_div(args.k * p.k_parts, TILE_K) if item.is_filled else Int32(0)
             else:
                 start, end = EXTENT - item.length, item.begin + item.length
                 a = cute.domain_offset((row, start), a_atom[1][None, None, EXTENT, end])
@@ -124,14 +97,14 @@ class GroupedGemmSm100(GroupedOperands, UmmaKernel):
                 k0 = Int32(0)
             a_part = self.partition(a_atom, a, sA, 0, 1)
             a2_part = a_part
-            if const_expr(self.k_parts == 2):  # A's columns from k on, which need not be a multiple of TILE_K
+            if const_expr(p.k_parts == 2):  # A's columns from k on, which need not be a multiple of TILE_K
                 a2_part = self.partition(a_atom, cute.domain_offset((0, args.k), a), sA, 0, 1)
             b_parts = [self.partition(atom, b, sB, 0, 1) for atom, b in zip(b_atoms, bs, strict=True)]
-            part_steps = walk.k_steps // self.k_parts
+            part_steps = walk.k_steps // p.k_parts
             for kt in cutlass.range(item.steps, unroll=1):
                 loaded.producer_acquire(state)
                 stage = Stage(state.index, loaded.producer_get_barrier(state))
-                if const_expr(self.k_parts == 1):
+                if const_expr(p.k_parts == 1):
                     self.load(a_atom, a_part, 0, k0 + kt, stage, None)
                     self.load_b(b_atoms, b_parts, k0 + kt, stage, cta)
                 elif kt < part_steps:
@@ -145,8 +118,8 @@ class GroupedGemmSm100(GroupedOperands, UmmaKernel):
 
     @cute.jit
     def load_b(self, atoms, parts, kt: Int32, stage: Stage, cta: Int32):
-        """Starts to load this CTA's columns of B. If a tile has gate and up columns, each of two CTAs has one part."""
-        if const_expr(not self.epilogue.has_pairs):
+        """Starts to load this CTA's columns of B. With pairs, each of two CTAs has one matrix's."""
+        if const_expr(not self.has_pairs):
             self.load(atoms[0], parts[0], 0, kt, stage, None)
         elif const_expr(self.ctas == 1):
             for i in cutlass.range_constexpr(2):

@@ -1,62 +1,34 @@
 """Hopper grouped GEMM, persistent and warp-specialized: the products of all groups in one launch, by TMA and WGMMA.
 
-Structured like `gemm_sm90.py`: a producer warp loads, consumer warp groups multiply and pass their accumulators to an
+Structured like `sm90.py`: a producer warp loads, consumer warp groups multiply and pass their accumulators to an
 epilogue. The kernel derives its tiles from `offs` (`group_walk.py`). One TMA tensor serves all groups: loads along k
-and stores along m are clipped at a group's end (`epilogue_grouped.py`).
+and stores along m are clipped at a group's end (`ragged.py`).
 """
 
 import cutlass
 import cutlass.cute as cute
-from cuda.bindings.driver import CUstream
 from cutlass import Int32, const_expr, pipeline
-from cutlass.utils import hopper_helpers as sm90
 
 from quackish.kernels.dependent_launch import after_previous
 from quackish.kernels.gemm.gemm_kernel import Stage
 from quackish.kernels.gemm.group_walk import Groups, GroupWalk
 from quackish.kernels.gemm.grouped_operands import GroupedOperands
 from quackish.kernels.gemm.grouped_problem import GroupedGemmArgs, GroupedGemmProblem
-from quackish.kernels.gemm.problem import BLOCK_M, PRODUCER_REGISTERS, TILE_K, GemmConfig
 from quackish.kernels.gemm.ragged import EXTENT
+from quackish.kernels.gemm.sm90_config import BLOCK_M, PRODUCER_REGISTERS, GemmConfig
 from quackish.kernels.gemm.tile_store import Block, Group, Output, block_below
 from quackish.kernels.gemm.wgmma import WgmmaKernel
-from quackish.ops.mlp.kernels.epilogue_grouped import GroupEpilogue, Up
-from quackish.ops.mlp.kernels.epilogue_grouped_backward import DownBackward
-
-EPILOGUES = {"up": Up, "down": GroupEpilogue, "down_backward": DownBackward, "store": GroupEpilogue}
 
 
 class GroupedGemmSm90(GroupedOperands, WgmmaKernel):
     def __init__(self, problem: GroupedGemmProblem, config: GemmConfig):
         super().__init__(problem, config)
-        self.epilogue = EPILOGUES[problem.epilogue](problem, config)
         self.walk = GroupWalk(problem, config, self.raster)
-        self.b_boxes = 2 if self.epilogue.has_pairs else 1  # of a stage: gate and up columns
-
-    @cute.jit
-    def __call__(self, args: GroupedGemmArgs, stream: CUstream):
-        p, c = self.problem, self.config
-        mA, mBs, mDs, mZs = self.divided_rows(args) if const_expr(p.along == "m") else self.divided_k(args)
-        la, lb = self.layouts()
-        sA_layout = sm90.make_smem_layout_a(la, self.tile, self.dtype, c.num_stages)
-        sB_layout = sm90.make_smem_layout_b(lb, self.tile, self.dtype, c.num_stages)
-        tiled_mmas = self.tiled_mmas(la.sm90_mma_major_mode(), lb.sm90_mma_major_mode())
-        a_atom = self.load_atom(mA, sA_layout, (c.tile_m, TILE_K), c.cluster_n)
-        box = c.tile_n // self.b_boxes
-        box_layout = sm90.make_smem_layout_b(lb, (c.tile_m, box, TILE_K), self.dtype, c.num_stages)
-        b_atoms = [self.load_atom(mB, box_layout, (box, TILE_K), c.cluster_m) for mB in mBs]
-        output = self.epilogue.output
-        atoms = [*(output.store_atom(mD) for mD in mDs), *(output.load_atom(mZ) for mZ in mZs)]
-        max_clusters = args.max_clusters
-        args = args._replace(a=None, b=None, second=None, d=None, a_stride=None, max_clusters=None)
-        self.kernel(a_atom, b_atoms, atoms, args, tiled_mmas, sA_layout, sB_layout).launch(
-            **self.launch_options(max_clusters, stream)
-        )
 
     @cute.kernel
     def kernel(
         self,
-        a_atom: tuple,
+        a_atoms: list,
         b_atoms: list,
         atoms: list,  # of the epilogue: its outputs', then its inputs'
         args: GroupedGemmArgs,  # without the operands
@@ -83,7 +55,7 @@ class GroupedGemmSm90(GroupedOperands, WgmmaKernel):
         tiles_n = cute.ceil_div(args.n, self.epilogue.tile_cols * c.cluster_n)
         tiles_m, k_steps = Int32(0), Int32(0)
         if const_expr(p.along == "m"):
-            k_steps = cute.ceil_div(args.k, tile_k) * self.k_parts
+            k_steps = cute.ceil_div(args.k, tile_k) * p.k_parts
         else:
             tiles_m = cute.ceil_div(args.m, tile_m * c.cluster_m)
         walk = self.walk.begin(shared, args, tiles_m, tiles_n, k_steps)
@@ -92,7 +64,7 @@ class GroupedGemmSm90(GroupedOperands, WgmmaKernel):
         if wg == 0:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
-                self.produce(a_atom, b_atoms, sA, sB, loaded, args, walk)
+                self.produce(a_atoms[0], b_atoms, sA, sB, loaded, args, walk)
         else:
             cute.arch.setmaxregister_increase(c.consumer_registers)
             self.consume(tiled_mmas, sA, sB, loaded, args, walk, Output(atoms, staging), wg, tid % 128)
@@ -107,9 +79,9 @@ class GroupedGemmSm90(GroupedOperands, WgmmaKernel):
         cta_m, cta_n, cluster = cute.arch.block_idx()
         _, _, num_clusters = cute.arch.grid_dim()
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.num_stages)
-        # where B's boxes lie in a stage: gate's and up's columns, or all of it for w1's and later w3's steps
+        # where B's boxes lie in a stage: those of a pair's matrices, or for two parts along k all of it
         boxes = [sB, sB]
-        if const_expr(self.k_parts == 1):
+        if const_expr(p.k_parts == 1):
             boxes = [cute.local_tile(sB, (box, tile_k), (i, 0, None)) for i in range(self.b_boxes)]
         for j in cutlass.range(cluster, walk.num_items, num_clusters, unroll=1):
             item = self.walk.item(j, walk)
@@ -119,7 +91,7 @@ class GroupedGemmSm90(GroupedOperands, WgmmaKernel):
                 a = cute.domain_offset((item.begin + row, 0), a_atom[1])
                 group = cutlass.min(item.group, args.groups - 1)
                 bs = [cute.domain_offset((col, 0), atom[1][None, None, group]) for atom in b_atoms]
-                k0 = cute.ceil_div(args.k * self.k_parts, tile_k) if item.is_filled else Int32(0)
+                k0 = cute.ceil_div(args.k * p.k_parts, tile_k) if item.is_filled else Int32(0)
             else:
                 start, end = EXTENT - item.length, item.begin + item.length
                 a = cute.domain_offset((row, start), a_atom[1][None, None, EXTENT, end])
@@ -127,17 +99,17 @@ class GroupedGemmSm90(GroupedOperands, WgmmaKernel):
                 k0 = Int32(0)
             a_part = self.partition(a_atom, a, sA, rank_n, c.cluster_n)
             a2_part = a_part
-            if const_expr(self.k_parts == 2):  # A's columns from k on, which need not be a multiple of tile_k
+            if const_expr(p.k_parts == 2):  # A's columns from k on, which need not be a multiple of tile_k
                 a2_part = self.partition(a_atom, cute.domain_offset((0, args.k), a), sA, rank_n, c.cluster_n)
             b_parts = [
                 self.partition(atom, b, box, rank_m, c.cluster_m)
                 for atom, b, box in zip(b_atoms, bs, boxes, strict=True)
             ]
-            part_steps = walk.k_steps // self.k_parts
+            part_steps = walk.k_steps // p.k_parts
             for kt in cutlass.range(item.steps, unroll=1):
                 loaded.producer_acquire(state)
                 stage = Stage(state.index, loaded.producer_get_barrier(state))
-                if const_expr(self.k_parts == 1):
+                if const_expr(p.k_parts == 1):
                     self.load(a_atom, a_part, 0, k0 + kt, stage, mask_a)
                     for i in cutlass.range_constexpr(self.b_boxes):
                         self.load(b_atoms[i], b_parts[i], 0, k0 + kt, stage, mask_b)

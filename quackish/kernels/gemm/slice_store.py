@@ -6,7 +6,7 @@ barrier between warps is needed.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import blackwell_helpers as sm100
@@ -14,6 +14,7 @@ from cutlass.utils import blackwell_helpers as sm100
 from quackish.kernels.arguments import DTYPES
 from quackish.kernels.gemm.sm100_config import BUFFERS, EPILOGUE_WARPS, PIECE_BYTES, SLICE
 from quackish.kernels.gemm.tile_store import Block, Output
+from quackish.kernels.memory import vector_at
 
 WARP_ROWS = 32
 
@@ -23,8 +24,6 @@ class SliceStore:
 
     num_buffers: per warp; every tile must have a multiple of that many pieces.
     """
-
-    by_tma = True
 
     def __init__(self, dtype: str, accumulate: bool = False, num_buffers: int = BUFFERS):
         self.dtype, self.accumulate, self.num_buffers = DTYPES[dtype], accumulate, num_buffers
@@ -113,3 +112,19 @@ class SliceStore:
     def finish(self, thread: Int32):
         """Waits until TMA has read the shared memory. Call before the CTA exits."""
         cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+@cute.jit
+def store_columns(values: cute.Tensor, base: cute.Pointer, row: Int64, j: Int32, block: Block):
+    """Stores the values of slice j to a row that begins at base + row, 16 bytes at a time."""
+    vec = const_expr(128 // base.dtype.width)
+    for i in cutlass.range_constexpr(0, SLICE, vec):
+        col = block.col0 + (j * SLICE + i)
+        if col < block.n:  # both are multiples of 8
+            vector_at(base, row + col, vec).store(cute.local_tile(values, (vec,), (i // vec,)).load())
+
+
+@cute.jit
+def column_value(values: Float32, v: cutlass.Constexpr[int]) -> Float32:
+    """The value of column v of a slice, from values per column that are distributed over the warp."""
+    return cute.arch.shuffle_sync(values, v)

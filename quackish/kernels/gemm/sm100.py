@@ -3,35 +3,25 @@
 One warp loads tiles of A and B, `num_stages` deep. One warp issues the MMAs, into one of two fp32 accumulators in
 tensor memory, while four warps pass the other one to an epilogue (`epilogues.py`). `umma.py` tells how two CTAs share a
 tile.
-The number of live rows, `num_live - start` along m or k, is read on the device.
+With `live` the number of live rows, `num_live - start` along m or k, is read on the device.
 
 Compiled and emulated, not run on a GPU.
 """
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cuda.bindings.driver import CUstream
 from cutlass import Int32, const_expr, pipeline
-from cutlass.tensor_utils import LayoutEnum
 
 from quackish.kernels.dependent_launch import after_previous
-from quackish.kernels.gemm.epilogue_store_sm100 import RowsOutSm100, StoreSm100, StoreWithResidualSm100
-from quackish.kernels.gemm.epilogues import Epilogue
-from quackish.kernels.gemm.gemm_kernel import Stage, live_rows, matrix
-from quackish.kernels.gemm.problem import TILE_K, GemmArgs, GemmProblem
-from quackish.kernels.gemm.sm100_config import ACCUMULATORS, TILE_M, GemmSm100Config
+from quackish.kernels.gemm.epilogue_store_sm100 import StoreSm100
+from quackish.kernels.gemm.gemm_kernel import Stage, live_rows
+from quackish.kernels.gemm.operands import Operands
+from quackish.kernels.gemm.problem import TILE_K, GemmArgs, Store
+from quackish.kernels.gemm.sm100_config import ACCUMULATORS, TILE_M
 from quackish.kernels.gemm.tile_store import Block, Output
-from quackish.kernels.gemm.umma import MAJOR, MMA_WARP, TMA_WARP, Operand, UmmaKernel
-from quackish.ops.linear_cross_entropy.kernels.epilogue_logits_sm100 import DlogitsSm100, SoftmaxSm100
-
-
-def make_epilogue(problem: GemmProblem, config: GemmSm100Config) -> Epilogue:
-    store = StoreWithResidualSm100 if problem.rounding_residual else StoreSm100
-    return {"softmax": SoftmaxSm100, "dlogits": DlogitsSm100, "rows": RowsOutSm100, "store": store}[problem.epilogue](
-        problem, config
-    )
+from quackish.kernels.gemm.umma import MMA_WARP, TMA_WARP, Operand, UmmaKernel
 
 
 class Tiles(NamedTuple):
@@ -47,46 +37,14 @@ class Tiles(NamedTuple):
     live: Int32
 
 
-class GemmSm100(UmmaKernel):
-    def __init__(self, problem: GemmProblem, config: GemmSm100Config):
-        super().__init__(problem, config)
-        self.epilogue = make_epilogue(problem, config)
-
-    @cute.jit
-    def __call__(self, args: GemmArgs, stream: CUstream):
-        p = self.problem
-        m, n, k, split = args.m, args.n, args.k, args.split
-        mA = matrix(args.a, m, split if p.a_in_two else k, args.a_stride, p.a_major == "k")
-        mB = matrix(args.b, n, k, args.b_stride, p.b_major == "k")
-        mma = self.tiled_mma(MAJOR[p.a_major], MAJOR[p.b_major])
-        a_operand, b_operand = self.operands(mma, LayoutEnum.from_tensor(mA), LayoutEnum.from_tensor(mB))
-        a_atoms = [self.load_atom(mA, a_operand.tma, (TILE_M, TILE_K), 1)]
-        if const_expr(p.a_in_two):
-            mA2 = matrix(args.second, m, k - split, args.second_stride, p.a_major == "k")
-            a_atoms.append(self.load_atom(mA2, a_operand.tma, (TILE_M, TILE_K), 1))
-        b_atom = self.load_atom(mB, b_operand.tma, (self.box_n, TILE_K), 1)
-        d_atoms = []
-        if const_expr(self.epilogue.stores_by_tma):
-            mD = matrix(args.d, m, split if p.d_in_two else n, args.d_stride, True)
-            d_atoms.append(self.epilogue.store_atom(mD))
-            if const_expr(p.d_in_two):
-                mD2 = matrix(args.second, m, n - split, args.second_stride, True)
-                d_atoms.append(self.epilogue.store_atom(mD2))
-        tiles = cute.ceil_div(m, self.config.cluster_rows) * cute.ceil_div(n, self.config.tile_n)
-        clusters = cutlass.min(tiles, args.max_clusters)
-        # operands are passed in the atoms
-        args = args._replace(
-            a=None, second=None, b=None, a_stride=None, second_stride=None, b_stride=None, max_clusters=None
-        )
-        self.kernel(a_atoms, b_atom, d_atoms, args, mma, a_operand, b_operand).launch(
-            **self.launch_options(clusters, stream)
-        )
+class GemmSm100(Operands, UmmaKernel):
+    epilogues: ClassVar = {Store: StoreSm100}
 
     @cute.kernel
     def kernel(
         self,
         a_atoms: list,
-        b_atom: tuple,
+        b_atoms: list,
         d_atoms: list,
         args: GemmArgs,  # without the operands
         mma: cute.TiledMma,
@@ -110,7 +68,7 @@ class GemmSm100(UmmaKernel):
         after_previous()
         # problem size: live rows, tiles, steps along k
         live = live_rows(args, p.live)
-        tiles_m = cute.ceil_div(live if const_expr(p.live == "m") else args.m, c.cluster_rows)
+        tiles_m = cute.ceil_div(live if const_expr(p.live != "k") else args.m, c.cluster_rows)
         tiles_n = cute.ceil_div(args.n, c.tile_n)
         # At least one step: with no live rows, multiply an out-of-bounds tile, which TMA fills with zeros.
         k_tiles = cutlass.max(cute.ceil_div(live if const_expr(p.live == "k") else args.k, TILE_K), 1)
@@ -118,7 +76,7 @@ class GemmSm100(UmmaKernel):
         tiles = Tiles(cta, cluster, total, num_clusters, tiles_m, tiles_n, k_tiles, live)
 
         if warp == TMA_WARP:
-            self.produce(a_atoms, b_atom, sA, sB, loaded, args, tiles)
+            self.produce(a_atoms, b_atoms[0], sA, sB, loaded, args, tiles)
         elif warp == MMA_WARP:
             if cta == 0:
                 self.multiply(mma, accs, sA_mma, sB_mma, loaded, done, args, tiles)

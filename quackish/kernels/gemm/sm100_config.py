@@ -1,9 +1,9 @@
-"""How Blackwell's GEMMs run. What they compute is in gemm.py and grouped_gemm.py, as for Hopper."""
+"""How Blackwell's GEMMs run. What they compute is in problem.py and grouped_problem.py, as for Hopper."""
 
 import dataclasses
 
 from quackish.gpu import Gpu
-from quackish.kernels.gemm.problem import ROW_TILE, TILE_K, GemmProblem, raster_why_illegal, softmax_why_illegal
+from quackish.kernels.gemm.problem import TILE_K, GemmProblem, raster_why_illegal
 
 TILE_M = 128  # rows of D per CTA: the lanes of tensor memory. An epilogue thread has one of them.
 SLICE = 32  # columns that an epilogue thread loads from tensor memory at a time
@@ -37,6 +37,10 @@ class GemmSm100Config:
         return TILE_M * self.ctas
 
     @property
+    def cluster_columns(self) -> int:
+        return self.tile_n
+
+    @property
     def threads(self) -> int:
         return 32 * (EPILOGUE_WARPS + 2)
 
@@ -55,17 +59,9 @@ class GemmSm100Config:
         return sm_count // self.ctas
 
 
-def gemm_sm100_config(problem: GemmProblem, gpu: Gpu) -> GemmSm100Config:
-    """Independent of the shape, so that a row's partial sums and loss do not depend on M: always tiles of two CTAs.
-
-    With one CTA, up to 128 rows would use twice as many SMs.
-    """
-    return GemmSm100Config(group_along="m" if problem.epilogue in ("softmax", "dlogits") else "n")
-
-
 def gemm_sm100_smem_bytes(problem: GemmProblem, config: GemmSm100Config) -> int:
     """Shared memory per CTA: stages of A and B, output buffers, barriers and alignment."""
-    staged = problem.out_dtype is not None and problem.epilogue != "rows"
+    staged = problem.out_dtype is not None and problem.epilogue.stores_by_tma
     return config.num_stages * config.stage_bytes + staged * BUFFERS * EPILOGUE_WARPS * STAGED_BYTES + 1024
 
 
@@ -75,9 +71,8 @@ def gemm_sm100_why_illegal(problem: GemmProblem, config: GemmSm100Config, gpu: G
         return reason
     if problem.split_k_tail:
         return "split_k_tail is True; expected False, which Hopper's kernel alone knows"
-    if reason := softmax_why_illegal(problem, config, gpu):
+    if reason := problem.epilogue.why_illegal(problem, config, gpu):
         return reason
-    assert TILE_M % ROW_TILE == 0  # rows that are flagged and cleared together
     return sm100_space_why_illegal(config, gemm_sm100_smem_bytes(problem, config), gpu)
 
 

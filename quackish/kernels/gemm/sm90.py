@@ -3,38 +3,28 @@
 A producer warp loads tiles of A and B, `num_stages` deep, multicast within the cluster. Consumer warp groups compute an
 fp32 accumulator and pass it to an epilogue (`epilogues.py`). Cooperative: the warp groups share a tile, BLOCK_M rows
 each. Ping-pong: each of two warp groups has its own tile, and one runs its mainloop during the other's epilogue.
-The number of live rows, `num_live - start` along m or k, is read on the device.
+With `live` the number of live rows, `num_live - start` along m or k, is read on the device.
 """
 
 import dataclasses
-from typing import NamedTuple, Optional
+from typing import ClassVar, NamedTuple, Optional
 
 import cutlass
 import cutlass.cute as cute
-from cuda.bindings.driver import CUstream
 from cutlass import Int32, Int64, const_expr, pipeline
-from cutlass.tensor_utils import LayoutEnum
-from cutlass.utils import hopper_helpers as sm90
 
 from quackish.kernels.dependent_launch import after_previous
-from quackish.kernels.gemm.epilogue_store import Store, StoreWithResidual
-from quackish.kernels.gemm.epilogues import Epilogue
-from quackish.kernels.gemm.gemm_kernel import Stage, live_rows, matrix
-from quackish.kernels.gemm.problem import BLOCK_M, PRODUCER_REGISTERS, TILE_K, GemmArgs, GemmConfig, GemmProblem
+from quackish.kernels.gemm.epilogue_store import StoreSm90
+from quackish.kernels.gemm.gemm_kernel import Stage, live_rows
+from quackish.kernels.gemm.operands import Operands
+from quackish.kernels.gemm.problem import TILE_K, GemmArgs, GemmProblem, Store
+from quackish.kernels.gemm.sm90_config import BLOCK_M, PRODUCER_REGISTERS, GemmConfig
 from quackish.kernels.gemm.split_k_tail import Plan, SplitKTail
 from quackish.kernels.gemm.tile_store import Block, Output, block_below
 from quackish.kernels.gemm.wave_sync import spin_limit, tiles_to_sync, wave_sync
 from quackish.kernels.gemm.wgmma import WgmmaKernel
-from quackish.ops.linear_cross_entropy.kernels.epilogue_dlogits import Dlogits
-from quackish.ops.linear_cross_entropy.kernels.epilogue_rows import RowsOut
-from quackish.ops.linear_cross_entropy.kernels.epilogue_softmax import Softmax
 
 EVICT_LAST = 0x14F0_0000_0000_0000  # an L2 cache policy as encoded by PTX's `createpolicy`
-
-
-def make_epilogue(problem: GemmProblem, config: GemmConfig) -> Epilogue:
-    store = StoreWithResidual if problem.rounding_residual else Store
-    return {"softmax": Softmax, "dlogits": Dlogits, "rows": RowsOut, "store": store}[problem.epilogue](problem, config)
 
 
 class Items(NamedTuple):
@@ -53,51 +43,20 @@ class Items(NamedTuple):
     num_clusters: Int32
 
 
-class GemmSm90(WgmmaKernel):
+class GemmSm90(Operands, WgmmaKernel):
+    epilogues: ClassVar = {Store: StoreSm90}
+
     def __init__(self, problem: GemmProblem, config: GemmConfig):
-        if problem.recompute_flagged:
+        if problem.epilogue.selects_tiles:
             config = dataclasses.replace(config, pingpong=False)
         super().__init__(problem, config)
-        self.epilogue = make_epilogue(problem, config)
         self.tail = SplitKTail(config) if problem.split_k_tail else None
-
-    @cute.jit
-    def __call__(self, args: GemmArgs, stream: CUstream):
-        p, c = self.problem, self.config
-        m, n, k, split = args.m, args.n, args.k, args.split
-        mA = matrix(args.a, m, split if p.a_in_two else k, args.a_stride, p.a_major == "k")
-        mB = matrix(args.b, n, k, args.b_stride, p.b_major == "k")
-        a_layout, b_layout = LayoutEnum.from_tensor(mA), LayoutEnum.from_tensor(mB)
-        sA_layout = sm90.make_smem_layout_a(a_layout, self.tile, self.dtype, c.num_stages)
-        sB_layout = sm90.make_smem_layout_b(b_layout, self.tile, self.dtype, c.num_stages)
-        tiled_mmas = self.tiled_mmas(a_layout.sm90_mma_major_mode(), b_layout.sm90_mma_major_mode())
-        a_atoms = [self.load_atom(mA, sA_layout, (c.tile_m, TILE_K), c.cluster_n)]
-        if const_expr(p.a_in_two):
-            mA2 = matrix(args.second, m, k - split, args.second_stride, p.a_major == "k")
-            a_atoms.append(self.load_atom(mA2, sA_layout, (c.tile_m, TILE_K), c.cluster_n))
-        b_atom = self.load_atom(mB, sB_layout, (c.tile_n, TILE_K), c.cluster_m)
-        d_atoms = []
-        if const_expr(self.epilogue.stores_by_tma):
-            mD = matrix(args.d, m, split if p.d_in_two else n, args.d_stride, True)
-            d_atoms.append(self.epilogue.store_atom(mD))
-            if const_expr(p.d_in_two):
-                mD2 = matrix(args.second, m, n - split, args.second_stride, True)
-                d_atoms.append(self.epilogue.store_atom(mD2))
-        tiles = cute.ceil_div(m, c.tile_m * c.cluster_m) * cute.ceil_div(n, c.tile_n * c.cluster_n)
-        clusters = args.max_clusters if p.split_k_tail else cutlass.min(tiles, args.max_clusters)
-        # operands are passed in the atoms
-        args = args._replace(
-            a=None, second=None, b=None, a_stride=None, second_stride=None, b_stride=None, max_clusters=None
-        )
-        self.kernel(a_atoms, b_atom, d_atoms, args, tiled_mmas, sA_layout, sB_layout).launch(
-            **self.launch_options(clusters, stream)
-        )
 
     @cute.kernel
     def kernel(
         self,
         a_atoms: list,
-        b_atom: tuple,
+        b_atoms: list,
         d_atoms: list,
         args: GemmArgs,  # without the operands
         tiled_mmas: list,  # one overwrites the accumulator, one adds to it
@@ -124,7 +83,7 @@ class GemmSm90(WgmmaKernel):
         # problem size: live rows, tiles, steps along k
         m, n, k = args.m, args.n, args.k
         live = live_rows(args, p.live)
-        tiles_m = cute.ceil_div(live if const_expr(p.live == "m") else m, tile_m * c.cluster_m)
+        tiles_m = cute.ceil_div(live if const_expr(p.live != "k") else m, tile_m * c.cluster_m)
         tiles_n = cute.ceil_div(n, tile_n * c.cluster_n)
         # At least one step: a branch around the WGMMAs costs 50 registers. With no live rows, multiply an out-of-bounds
         # tile: TMA fills zeros.
@@ -149,7 +108,7 @@ class GemmSm90(WgmmaKernel):
         if wg == 0:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
-                self.produce(a_atoms, b_atom, sA, sB, loaded, args, items, synced, out_of_bounds)
+                self.produce(a_atoms, b_atoms[0], sA, sB, loaded, args, items, synced, out_of_bounds)
         else:
             cute.arch.setmaxregister_increase(c.consumer_registers)
             out = Output(d_atoms, staging, args.split, args.d, args.d_stride)
@@ -173,7 +132,7 @@ class GemmSm90(WgmmaKernel):
             tile, k_begin, k_end = self.item(j, items)
             tm, tn = self.raster(tile, items.tiles_m, items.tiles_n)
             row, col = tm * c.cluster_m + items.cta_m, tn * c.cluster_n + items.cta_n
-            if const_expr(not p.recompute_flagged):
+            if const_expr(not p.epilogue.selects_tiles):
                 if rank == 0 and tile < synced:
                     spins = wave_sync(args.ticket, tile, synced, items.num_clusters, spins)
             if self.epilogue.is_selected(args.epilogue, tm, args.m):

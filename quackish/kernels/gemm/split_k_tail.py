@@ -17,7 +17,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.experimental import primitives as prims
 
-from quackish.kernels.gemm.problem import MAX_SPLITS, MIN_GAIN, MIN_STEPS, TailArgs, steps_of_splits
+from quackish.kernels.gemm.problem import TailArgs
+from quackish.kernels.gemm.sm90_config import MAX_SPLITS, MIN_GAIN, MIN_STEPS, steps_of_splits
 from quackish.kernels.gemm.tile_store import NamedBarrier
 from quackish.kernels.memory import vector_at
 
@@ -44,7 +45,7 @@ class SplitKTail:
         waves, tail = total // clusters, total % clusters
         splits, steps = Int32(1), k_tiles
         if tail > 0:
-            # same as configs.gemm.num_tail_splits, but for the live rows
+            # same as sm90_config.num_tail_splits, but for the live rows
             n = clusters // tail
             if k_tiles >= MIN_STEPS * n and steps_of_splits(n, tail, k_tiles, clusters) < steps:
                 splits, steps = n, steps_of_splits(n, tail, k_tiles, clusters)

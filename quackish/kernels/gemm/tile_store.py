@@ -15,7 +15,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
 from quackish.kernels.arguments import DTYPES
-from quackish.kernels.gemm.problem import BLOCK_M
+from quackish.kernels.gemm.sm90_config import BLOCK_M
 from quackish.kernels.memory import vector_at
 
 
@@ -54,7 +54,7 @@ class Group(NamedTuple):
 
     index: Int32
     groups: Int32  # their number
-    is_filled: Boolean  # D is `fill` before the activation: rows of no group, or illegal offsets
+    is_filled: Boolean  # D is `fill` instead of a product: rows of no group, or illegal offsets
     fill: Float32
 
 
@@ -64,14 +64,14 @@ class Block(NamedTuple):
     BLOCK_M rows on Hopper, one CTA's 128 on Blackwell.
     """
 
-    index: int  # of the block in its tile: a compile-time constant
-    row0: Int32  # of D; where groups divide m, of the group's rows
-    col0: Int32  # of D, and of its gate and of its up columns
-    m: Int32  # of D, as n; where groups divide k, of A and B
-    n: Int32
-    live: Int32  # rows along m or k; of the group
-    start: Int32  # the first of them
-    thread: Int32  # of the warp group
+    index: int  # the block's number in its tile, a compile-time constant
+    row0: Int32  # the first row in D, or in the group if groups divide m
+    col0: Int32  # the first column in D
+    m: Int32  # D's rows; if groups divide k, the rows of A and B
+    n: Int32  # D's columns
+    live: Int32  # the number of live rows, or of the group's
+    start: Optional[Int32]  # the first of these rows; absent without live rows
+    thread: Int32  # in the warp group
     wg: Optional[Int32] = None  # from 1, on Hopper
     group: Optional[Group] = None
 
@@ -100,8 +100,6 @@ class Staging:
 
     piece_bytes: of a row of a piece, the span of the swizzle: 128 or 64.
     """
-
-    by_tma = False
 
     def __init__(self, dtype: str, config, piece_bytes: int = 128):
         self.dtype, self.num_wgs, self.tile_n = DTYPES[dtype], config.num_wgs, config.tile_n
@@ -157,8 +155,6 @@ class Staging:
 
 class TileStore(Staging):
     """Stores tiles by TMA, or adds them to the output, which may be in two buffers."""
-
-    by_tma = True
 
     def __init__(self, dtype: str, config, accumulate: bool = False, piece_bytes: int = 128):
         super().__init__(dtype, config, piece_bytes)

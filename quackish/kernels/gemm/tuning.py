@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from quackish.gpu import Gpu
-from quackish.kernels.gemm.problem import GemmConfig
+from quackish.kernels.gemm.sm90_config import GemmConfig
 from quackish.kernels.gemm.sm100_config import TILE_M, GemmSm100Config
 
 MIN_MERIT = 1 / 1.5  # of `multiplications_per_load`

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, pipeline
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
+from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.experimental import primitives as prims
 from cutlass.utils import blackwell_helpers as sm100
 from cutlass.utils import hopper_helpers as sm90
 
-from quackish.kernels.gemm.gemm_kernel import GemmKernel
+from quackish.kernels.gemm.gemm_kernel import LAYOUT, MAJOR, GemmKernel
 from quackish.kernels.gemm.problem import TILE_K
 from quackish.kernels.gemm.sm100_config import ACCUMULATORS, EPILOGUE_WARPS, SLICE, TILE_M
 
@@ -51,12 +51,11 @@ class Accumulator(NamedTuple):
 class UmmaKernel(GemmKernel):
     """Base class of Blackwell's GEMMs. A config is a GemmSm100Config."""
 
-    def __init__(self, problem, config, has_pairs: bool = False):
-        """has_pairs: the columns of a tile are from two matrices B, half of them from each."""
+    def __init__(self, problem, config):
         super().__init__(problem, config)
         self.ctas = config.ctas
         self.tile = (config.cluster_rows, config.tile_n, TILE_K)
-        self.box_n = config.tile_n // (2 if has_pairs else config.ctas)  # columns of B that a TMA copy loads
+        self.box_n = config.tile_n // (2 if self.has_pairs else config.ctas)  # columns of B that a TMA copy loads
         self.boxes = config.tile_n // config.ctas // self.box_n  # of B, per stage and CTA
         self.group = tcgen05.CtaGroup.TWO if config.ctas == 2 else tcgen05.CtaGroup.ONE
 
@@ -65,24 +64,29 @@ class UmmaKernel(GemmKernel):
     def load_op(self, num_multicast: int):
         return cpasync.CopyBulkTensorTileG2SOp(self.group)  # with two CTAs, completes on the first one's mbarrier
 
-    def tiled_mma(self, a_major, b_major):
+    def operands(self, a_major: str, b_major: str):
+        """(its MMA, A's Operand, B's Operand)"""
         op = tcgen05.MmaF16BF16Op(
-            self.dtype, Float32, (*self.tile[:2], 16), self.group, tcgen05.OperandSource.SMEM, a_major, b_major
-        )
-        return cute.make_tiled_mma(op)
-
-    def operands(self, mma, a_layout, b_layout):
-        """(A's Operand, B's Operand). a_layout, b_layout: of the whole matrices."""
-        stages, box = self.config.num_stages, (TILE_M, self.box_n, TILE_K)  # a stage's boxes of B are adjacent
+            self.dtype, Float32, (*self.tile[:2], 16), self.group, tcgen05.OperandSource.SMEM, MAJOR[a_major],
+            MAJOR[b_major],
+        )  # fmt: skip
+        mma, stages = cute.make_tiled_mma(op), self.config.num_stages
+        box = (TILE_M, self.box_n, TILE_K)  # a stage's boxes of B are adjacent
         a = Operand(
-            sm90.make_smem_layout_a(a_layout, box, self.dtype, stages),
+            sm90.make_smem_layout_a(LAYOUT[a_major], box, self.dtype, stages),
             sm100.make_smem_layout_a(mma, self.tile, self.dtype, stages),
         )
         b = Operand(
-            sm90.make_smem_layout_b(b_layout, box, self.dtype, stages * self.boxes),
+            sm90.make_smem_layout_b(LAYOUT[b_major], box, self.dtype, stages * self.boxes),
             sm100.make_smem_layout_b(mma, self.tile, self.dtype, stages),
         )
-        return a, b
+        return mma, a, b
+
+    def a_atom(self, mA, operand: Operand):
+        return self.load_atom(mA, operand.tma, (TILE_M, TILE_K), 1)
+
+    def b_atom(self, mB, operand: Operand):
+        return self.load_atom(mB, operand.tma, (self.box_n, TILE_K), 1)
 
     def launch_options(self, clusters: Int32, stream):
         return dict(
@@ -191,6 +195,3 @@ class UmmaKernel(GemmKernel):
         if const_expr(self.ctas == 2):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
-
-
-MAJOR = {"k": OperandMajorMode.K, "m": OperandMajorMode.MN, "n": OperandMajorMode.MN}

@@ -6,8 +6,9 @@ from cutlass import Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.utils import hopper_helpers as sm90
 
-from quackish.kernels.gemm.gemm_kernel import GemmKernel
-from quackish.kernels.gemm.problem import BLOCK_M, TILE_K
+from quackish.kernels.gemm.gemm_kernel import LAYOUT, MAJOR, GemmKernel
+from quackish.kernels.gemm.problem import TILE_K
+from quackish.kernels.gemm.sm90_config import BLOCK_M
 from quackish.kernels.gemm.tile_store import NamedBarrier
 
 
@@ -18,6 +19,25 @@ class WgmmaKernel(GemmKernel):
         super().__init__(problem, config)
         self.tile = (config.tile_m, config.tile_n, TILE_K)
         self.cluster = (config.cluster_m, config.cluster_n)
+        self.b_boxes = 2 if self.has_pairs else 1  # TMA copies of B per stage
+
+    # On the host ------------------------------------------------------------------------------------------------------
+
+    def operands(self, a_major: str, b_major: str):
+        """(its MMAs, the layout of A's stages in shared memory, that of B's)"""
+        stages = self.config.num_stages
+        a = sm90.make_smem_layout_a(LAYOUT[a_major], self.tile, self.dtype, stages)
+        b = sm90.make_smem_layout_b(LAYOUT[b_major], self.tile, self.dtype, stages)
+        return self.tiled_mmas(MAJOR[a_major], MAJOR[b_major]), a, b
+
+    def a_atom(self, mA, layout):
+        return self.load_atom(mA, layout, (self.config.tile_m, TILE_K), self.config.cluster_n)
+
+    def b_atom(self, mB, layout):
+        c, box = self.config, self.config.tile_n // self.b_boxes
+        if self.b_boxes > 1:
+            layout = sm90.make_smem_layout_b(LAYOUT[self.majors[1]], (c.tile_m, box, TILE_K), self.dtype, c.num_stages)
+        return self.load_atom(mB, layout, (box, TILE_K), c.cluster_m)
 
     def tiled_mmas(self, a_major, b_major):
         """[MMA that overwrites the accumulator, MMA that adds to it]"""
@@ -37,6 +57,8 @@ class WgmmaKernel(GemmKernel):
             grid=[c.cluster_m, c.cluster_n, clusters], block=[c.threads, 1, 1],
             cluster=[c.cluster_m, c.cluster_n, 1], min_blocks_per_mp=1, stream=stream, use_pdl=True,
         )  # fmt: skip
+
+    # On the device ----------------------------------------------------------------------------------------------------
 
     def allocate(self, smem, sA_layout, sB_layout):
         """The stages of A and of B in shared memory."""

@@ -9,6 +9,7 @@ Those with h or v columns are aligned to 16 bytes; h is a multiple of 8. None of
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -21,20 +22,8 @@ from quackish.device.cuda import address, dtype_of
 from quackish.device.kernel_device import KernelDevice
 from quackish.device.kernel_for import CompiledKernel
 from quackish.device.modes import check_memory
-from quackish.kernels.gemm.problem import (
-    NUM_TICKETS,
-    SOFTMAX_TILE_N,
-    DlogitsArgs,
-    GemmArgs,
-    GemmProblem,
-    ResidualArgs,
-    RowsOutArgs,
-    ScaledArgs,
-    SoftmaxArgs,
-    TailArgs,
-    splits_dw_tail,
-    splits_tails,
-)
+from quackish.kernels.gemm.problem import NUM_TICKETS, EpilogueSpec, GemmArgs, ScaledArgs, Store, TailArgs
+from quackish.kernels.gemm.sm90_config import splits_tails
 from quackish.ops.linear_cross_entropy.calls import (
     F32,
     I32,
@@ -48,6 +37,19 @@ from quackish.ops.linear_cross_entropy.calls import (
     ProblemFields,
     RowState,
     row_slice,
+)
+from quackish.ops.linear_cross_entropy.gemm_problems import (
+    SOFTMAX_TILE_N,
+    Dlogits,
+    DlogitsArgs,
+    LceGemmProblem,
+    ResidualArgs,
+    RowsOut,
+    RowsOutArgs,
+    Softmax,
+    SoftmaxArgs,
+    StoreWithResidual,
+    splits_dw_tail,
 )
 from quackish.ops.linear_cross_entropy.layout import Layout
 from quackish.ops.linear_cross_entropy.row_problems import (
@@ -75,22 +77,45 @@ from quackish.ops.linear_cross_entropy.row_problems import (
 Loop = Callable[[Sequence[Any]], Iterator[Any]]
 
 
-class _GemmFields(NamedTuple):
-    """Fields of GemmProblem."""
+class _Product(NamedTuple):
+    """Fields of LceGemmProblem."""
 
-    epilogue: str
     a_major: str = "k"
     b_major: str = "n"
     live: str = "m"
 
 
-_DX, _DX_TO_ROWS, _DW = _GemmFields("store"), _GemmFields("rows"), _GemmFields("store", a_major="m", live="k")
+_DX, _DW = _Product(), _Product(a_major="m", live="k")
+_ROWS_OUT, _WITH_RESIDUAL = RowsOut(), StoreWithResidual()
+_store = functools.cache(Store)
+
+
+@functools.lru_cache(maxsize=1024)
+def _softmax(shared: ProblemFields) -> tuple[Softmax, Softmax]:
+    """The epilogues of the two launches of the logits."""
+    return made(Softmax, shared, {}), made(Softmax, shared, {"recompute_flagged": True})
+
+
+@functools.lru_cache(maxsize=1024)
+def _dlogits(shared: ProblemFields, entropy: bool) -> Dlogits:
+    return made(Dlogits, shared, {"entropy": entropy})
+
+
+def made(kind: type, shared: Any, fields: dict[str, Any]) -> Any:
+    """A dataclass of class `kind` with these fields, and with its other fields that `shared` has.
+
+    torch dtypes become their names.
+    """
+    if shared is not None:
+        names = {field.name for field in dataclasses.fields(kind)}
+        fields = {name: value for name, value in shared._asdict().items() if name in names} | fields
+    return kind(**{name: cuda.name_of(f) if isinstance(f, torch.dtype) else f for name, f in fields.items()})
 
 
 class LceKernels:
     """The kernels on one device. The first call of a kernel compiles or loads it.
 
-    Arguments are those of the kernels (row_problems.py, kernels/gemm/problem.py); `softcap` 0 means none. Each kernel's
+    Arguments are those of the kernels (row_problems.py, gemm_problems.py); `softcap` 0 means none. Each kernel's
     module documents it.
 
     GEMM operands are bf16 or fp16, with unit stride along columns and row strides that are multiples of 8 elements.
@@ -104,21 +129,14 @@ class LceKernels:
         self._kernels: tuple[int, dict[tuple, CompiledKernel]] = choose.epoch, {}
 
     def kernel(self, kind: type, shared: Any, fields: dict[str, Any]) -> CompiledKernel:
-        """The kernel for the problem of class `kind` with these fields, which override `shared`.
-
-        torch dtypes become their names.
-        """
+        """The kernel for the problem of class `kind` with these fields, which override `shared`: see `made`."""
         epoch, kernels = self._kernels
         if epoch != choose.epoch:
             _, kernels = self._kernels = choose.epoch, {}
         key = kind, shared, *fields, *fields.values()
         kernel = kernels.get(key)
         if kernel is None:  # if the epoch changes now, this dictionary is dropped
-            if shared is not None:
-                names = {field.name for field in dataclasses.fields(kind)}
-                fields = {name: value for name, value in shared._asdict().items() if name in names} | fields
-            fields = {name: cuda.name_of(f) if isinstance(f, torch.dtype) else f for name, f in fields.items()}
-            kernel = kernels[key] = self.device.kernel_for(kind(**fields), self.gpu)
+            kernel = kernels[key] = self.device.kernel_for(made(kind, shared, fields), self.gpu)
         return kernel
 
     def launch(self, args: tuple, kind: type, shared: Any = None, **fields: Any) -> None:
@@ -185,15 +203,15 @@ class LceKernels:
         recomputes flagged tiles with row_max_bits as the shift; it returns at once if there are none.
         """
         (v, h), rows = w.shape, live_x.shape[0]
+        first, again = _softmax(shared)
         fields = dict(
-            epilogue="softmax", out_dtype=dtype_of(out.first), d_in_two=out.second is not None, recompute_flagged=False
-        )  # fmt: skip
-        kernel = self.kernel(GemmProblem, shared, fields)
+            epilogue=first, dtype=shared.dtype, out_dtype=dtype_of(out.first), d_in_two=out.second is not None
+        )
+        kernel = self.kernel(LceGemmProblem, None, fields)
         args = self._multiply(
             kernel, live_x, w, out.first, rows, v, h, state, start, epilogue, second=out.second, split=out.split
         )
-        fields["recompute_flagged"] = True
-        kernel = self.kernel(GemmProblem, shared, fields)
+        kernel = self.kernel(LceGemmProblem, None, fields | dict(epilogue=again))
         clusters = kernel.config.max_clusters(self.gpu.sm_count)
         args = args if clusters == args.max_clusters else args._replace(max_clusters=clusters)
         kernel.launch(args, self.stream())
@@ -202,11 +220,9 @@ class LceKernels:
         self, live_x: Tensor, w: Tensor, out: Tensor, epilogue: DlogitsArgs, shared: ProblemFields, state: RowState,
         start: int,
     ) -> None:  # fmt: skip
-        """out (rows, n) = dlogits of the n classes of w: see kernels/common/epilogue_dlogits.py."""
-        kernel = self.kernel(GemmProblem, shared, dict(
-            epilogue="dlogits", out_dtype=out.dtype, return_stats=False,
-            entropy=epilogue.coef_entropy is not None,
-        ))  # fmt: skip
+        """out (rows, n) = dlogits of the n classes of w: see kernels/epilogue_dlogits.py."""
+        fields = dict(epilogue=_dlogits(shared, epilogue.coef_entropy is not None), dtype=shared.dtype)
+        kernel = self.kernel(LceGemmProblem, None, fields | dict(out_dtype=out.dtype))
         (n, h), rows = w.shape, live_x.shape[0]
         self._multiply(kernel, live_x, w, out, rows, n, h, state, start, epilogue)
 
@@ -227,8 +243,9 @@ class LceKernels:
         last wave along the classes, which takes 17 MB of scratch, or 69 MB for deep tiles.
         """
         split_tail = split_tail and splits_tails(self.gpu)
-        kernel = self.kernel(GemmProblem, _DX if epilogue is None else _DX_TO_ROWS, dict(
-            dtype=e.first.dtype, out_dtype=out.dtype, a_in_two=e.second is not None, accumulate=accumulate,
+        spec: EpilogueSpec = _ROWS_OUT if epilogue is not None else _store(accumulate=accumulate)
+        kernel = self.kernel(LceGemmProblem, _DX, dict(
+            epilogue=spec, dtype=e.first.dtype, out_dtype=out.dtype, a_in_two=e.second is not None,
             split_k_tail=split_tail,
         ))  # fmt: skip
         (n, h), rows = w.shape, e.first.shape[0]
@@ -252,9 +269,11 @@ class LceKernels:
         """out = (+= with `accumulate`) factor * e.T @ scaled_x. `residual` keeps what rounding out drops."""
         (rows, h), n = scaled_x.shape, e.shape[1]
         split_tail = split_tail and splits_dw_tail(n, h, self.gpu)
-        kernel = self.kernel(GemmProblem, _DW, dict(
-            dtype=e.dtype, out_dtype=out.dtype, accumulate=accumulate, split_k_tail=split_tail,
-            scaled=factor is not None, rounding_residual=residual is not None,
+        spec: EpilogueSpec = _WITH_RESIDUAL
+        if residual is None:
+            spec = _store(scaled=factor is not None, accumulate=accumulate)
+        kernel = self.kernel(LceGemmProblem, _DW, dict(
+            epilogue=spec, dtype=e.dtype, out_dtype=out.dtype, split_k_tail=split_tail
         ))  # fmt: skip
         epilogue = residual if factor is None else by_name(ScaledArgs)(factor=factor.data_ptr())
         self._multiply(kernel, e, scaled_x, out, n, h, rows, state, start, epilogue, split_tail)

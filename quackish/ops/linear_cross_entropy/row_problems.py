@@ -15,6 +15,7 @@ from quackish.gpu import Gpu
 WIDE_BIAS = 32_768  # columns from which LceBiasProblem.wide is set
 NO_SLOT = (1 << 31) - 1  # in first_slot_of_class: no row has this class
 MOST_ROWS_COUNTED = 1 << 14  # largest chunk that `lce_sort` sorts itself, in quadratic time
+ROW_TILE = 128  # buffers are zero from the last live row to the end of its tile of ROW_TILE rows
 MANY_ROWS = 8  # a class with at least this many rows is summed by all warps of a CTA of `lce_targets`
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,17 +12,8 @@ from torch import Tensor
 from quackish.device.kernel_device import require_device
 from quackish.device.spec import Tuning
 from quackish.gpu import Gpu
-from quackish.kernels.gemm.problem import (
-    NUM_TICKETS,
-    ROW_TILE,
-    SOFTMAX_TILE_N,
-    TILE_K,
-    GemmArgs,
-    GemmConfig,
-    GemmProblem,
-    TailArgs,
-    gemm_smem_bytes,
-)
+from quackish.kernels.gemm.problem import NUM_TICKETS, TILE_K, GemmArgs, TailArgs
+from quackish.kernels.gemm.sm90_config import GemmConfig, gemm_smem_bytes
 from quackish.kernels.gemm.sm100_config import gemm_sm100_smem_bytes
 from quackish.kernels.gemm.tuning import (
     MIN_MERIT,
@@ -29,13 +21,14 @@ from quackish.kernels.gemm.tuning import (
     multiplications_per_load_sm100,
     sm100_configs,
 )
-from quackish.ops.linear_cross_entropy.row_problems import NO_SLOT
+from quackish.ops.linear_cross_entropy.gemm_problems import SOFTMAX_TILE_N, LceGemmProblem, Logits
+from quackish.ops.linear_cross_entropy.row_problems import NO_SLOT, ROW_TILE
 from quackish.tune.data import MakeRun, Run, addresses, dtype_of, epilogue_args, matrix, normal
 
 _PINGPONG_TILES = ((128, 128), (128, 192), (192, 128))
 
 
-def _gemm_configs(problem: GemmProblem, base: GemmConfig, gpu: Gpu) -> Iterator[GemmConfig]:
+def _gemm_configs(problem: LceGemmProblem, base: GemmConfig, gpu: Gpu) -> Iterator[GemmConfig]:
     tiles = itertools.product((64, 128, 192, 256), (128, 192, 256))
     clusters = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1))
     for tile_mn, cluster, pingpong in itertools.product(tiles, clusters, (False, True)):
@@ -51,7 +44,7 @@ def _gemm_configs(problem: GemmProblem, base: GemmConfig, gpu: Gpu) -> Iterator[
 # Data ----------------------------------------------------------------------------------------------------------------
 
 
-def _data(p: GemmProblem, sizes: Mapping[str, int], device: torch.device) -> MakeRun:
+def _data(p: LceGemmProblem, sizes: Mapping[str, int], device: torch.device) -> MakeRun:
     """All rows are live. Outputs start as zeros; accumulating kernels add to them in every run."""
     m, n, k = sizes["m"], sizes["n"], sizes["k"]
 
@@ -62,7 +55,7 @@ def _data(p: GemmProblem, sizes: Mapping[str, int], device: torch.device) -> Mak
         return torch.zeros(rows, -(-columns // 64) * 64, dtype=dtype_of(dtype), device=device)[:, :columns]
 
     split, second = 0, None
-    if p.epilogue in ("softmax", "dlogits"):  # logits around 1
+    if isinstance(p.epilogue, Logits):  # logits around 1
         a, b = normal(device, p.dtype, m, k), normal(device, p.dtype, n, k).mul_(k**-0.5)
         if p.d_in_two:
             split = max(n // 512 * 256, 256)
@@ -104,12 +97,14 @@ def _data(p: GemmProblem, sizes: Mapping[str, int], device: torch.device) -> Mak
     return make
 
 
-def _epilogue(p: GemmProblem, m: int, n: int, k: int, device: torch.device) -> tuple | None:
-    """The epilogue's arguments, by their names in quackish/kernels/gemm/problem.py."""
+def _epilogue(p: LceGemmProblem, m: int, n: int, k: int, device: torch.device) -> tuple | None:
+    """The epilogue's arguments, by name."""
+    spec: Any = p.args.epilogue
+    options: Any = p.epilogue
     tiles = -(-n // SOFTMAX_TILE_N[require_device("tune", device).gpu.family])
     slots = torch.arange(m, dtype=torch.int32, device=device)
     makers = {
-        "bias": lambda: normal(device, p.bias_dtype, n),
+        "bias": lambda: normal(device, spec.bias.dtype, n),
         "class_weight": lambda: torch.rand(n, device=device),
         "row_shift": lambda: torch.zeros(m, device=device),
         "slot_target": lambda: torch.randint(n, (m,), dtype=torch.int32, device=device),
@@ -118,7 +113,7 @@ def _epilogue(p: GemmProblem, m: int, n: int, k: int, device: torch.device) -> t
         "part_sum": lambda: torch.empty(m, tiles, device=device),
         "part_wsum": lambda: torch.empty(m, tiles, device=device),
         "target_logit": lambda: torch.empty(m, device=device),
-        "softcap": lambda: 30.0 if p.softcap else 0.0,
+        "softcap": lambda: 30.0 if options.softcap else 0.0,
         "tiles": lambda: tiles,
         "coefs": lambda: torch.rand(m, 4, device=device),
         "v0": lambda: 0,
@@ -128,10 +123,10 @@ def _epilogue(p: GemmProblem, m: int, n: int, k: int, device: torch.device) -> t
         "first_slot_of_class": lambda: torch.where(slots % 16 == 0, slots // 16, NO_SLOT),  # every 16th class has rows
         "rounding_residual": lambda: torch.zeros(-(-m // 16), n, dtype=torch.int16, device=device),
     }
-    return epilogue_args(p.args.epilogue, makers)
+    return epilogue_args(spec, makers)
 
 
-def cublas(p: GemmProblem, sizes: Mapping[str, int], device: torch.device) -> tuple[Tensor, Tensor]:
+def cublas(p: LceGemmProblem, sizes: Mapping[str, int], device: torch.device) -> tuple[Tensor, Tensor]:
     m, n, k = (sizes[name] for name in "mnk")
     options = dict(dtype=getattr(torch, p.dtype), device=device)
     return matrix(m, k, p.a_major == "k", **options), matrix(k, n, p.b_major == "n", **options)

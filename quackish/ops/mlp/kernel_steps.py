@@ -7,7 +7,6 @@ Kernels read operands in place if one dimension is contiguous, the groups' matri
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,21 +16,31 @@ from quackish.device.arguments import by_name
 from quackish.device.cuda import address
 from quackish.device.kernel_device import KernelDevice
 from quackish.kernels.gemm.grouped_problem import (
-    DSCALES_COLUMNS,
     MAX_GROUPS,
     MAX_ROWS,
-    DownArgs,
-    DownBackwardArgs,
+    GroupedEpilogueSpec,
     GroupedGemmArgs,
-    GroupedGemmProblem,
-    UpArgs,
-    cluster_tile_for,
     max_groups_for,
 )
 from quackish.once import once
 from quackish.ops.mlp import reference
+from quackish.ops.mlp.gemm_problems import (
+    DSCALES_COLUMNS,
+    Down,
+    DownArgs,
+    DownBackward,
+    DownBackwardArgs,
+    MlpGemmProblem,
+    Store,
+    Up,
+    UpArgs,
+    cluster_tile_for,
+)
 from quackish.ops.mlp.problems import TokenRowsArgs, TokenRowsProblem
 from quackish.ops.mlp.reference import GATED, Needs
+
+# The same object every time: making one takes longer than looking it up.
+_up, _down, _down_backward, _store = map(functools.cache, (Up, Down, DownBackward, Store))
 
 
 def why_unsupported(who: str, x: Tensor, columns: int = 0, groups: int = 0) -> str:
@@ -66,16 +75,15 @@ class KernelSteps:
         preactivation = self.matrix(rows, 2 * i if gated else i, x.dtype) if keep_preactivation else None
         bias, scales = _fp32(b1), _fp32(scales)
         args = UpArgs(address(preactivation), address(bias), address(scales))
-        biased, scaled = b1 is not None, scales is not None
-        options = dict(activation=activation, biased=biased, scaled=scaled, keeps=keep_preactivation)
-        w1, w3 = w1.contiguous(), None if w3 is None else w3.contiguous()  # "up" has no kernel for b_major "n"
-        self._rows("up", x, w1, w3, act, offs, args, i, h, **options)
+        epilogue = _up(activation, scaled=scales is not None, biased=b1 is not None, keeps=keep_preactivation)
+        w1, w3 = w1.contiguous(), None if w3 is None else w3.contiguous()  # Up has no kernel for b_major "n"
+        self._rows(epilogue, x, w1, w3, act, offs, args, i, h)
         return preactivation, act
 
     def down(self, act, w2, b2, offs):
         _, n, k = w2.shape
         y, bias = self.matrix(act.shape[0], n, act.dtype), _fp32(b2)
-        self._rows("down", act, w2, None, y, offs, DownArgs(address(bias)), n, k, biased=b2 is not None)
+        self._rows(_down(biased=b2 is not None), act, w2, None, y, offs, DownArgs(address(bias)), n, k)
         return y
 
     def down_backward(self, dy, w2, preactivation, scales, offs, activation, needs: Needs):
@@ -89,14 +97,15 @@ class KernelSteps:
         if s is not None:  # partial sums of each row
             parts = self.matrix(-(-i // DSCALES_COLUMNS), rows, torch.float32)
         args = DownBackwardArgs(z.data_ptr(), act.data_ptr(), address(s), address(parts))
-        options = dict(activation=activation, scaled=s is not None)
-        self._rows("down_backward", dy, w2, None, dz, offs, args, i, h, transposed=True, **options)
+        self._rows(
+            _down_backward(activation, scaled=s is not None), dy, w2, None, dz, offs, args, i, h, transposed=True
+        )
         return dz, act, parts.sum(0).to(scales.dtype) if needs.dscales else None
 
     def rows_gradient(self, dpreactivation, w1, w3, offs):
         _, k, n = w1.shape
         dx = self.matrix(dpreactivation.shape[0], n, dpreactivation.dtype)
-        self._rows("down", dpreactivation, w1, w3, dx, offs, DownArgs(), n, k, transposed=True)
+        self._rows(_down(), dpreactivation, w1, w3, dx, offs, DownArgs(), n, k, transposed=True)
         return dx
 
     def weight_gradient(self, a, b, offs, dtype, out=None):
@@ -110,7 +119,7 @@ class KernelSteps:
             d = self.empty((groups, m, n), (m * n, n, 1), torch.float32).copy_(out)
         ld = a.stride(0) if rows > 1 else m  # a single row may have any stride
         sizes = dict(a_stride=ld, rows=rows, m=m, n=n, k=None)
-        self._launch("store", a, b, None, d, offs, None, sizes, (m, n, None), accumulate=out is not None)
+        self._launch(_store(accumulate=out is not None), a, b, None, d, offs, None, sizes, (m, n, None))
         if out is None:
             return d
         if d is out:
@@ -132,36 +141,36 @@ class KernelSteps:
     # Launches
 
     def _rows(
-        self, epilogue: str, a: Tensor, w: Tensor, second: Tensor | None, d: Tensor, offs: Tensor, args: tuple, n: int,
-        k: int, transposed: bool = False, **options: Any
+        self, epilogue: GroupedEpilogueSpec, a: Tensor, w: Tensor, second: Tensor | None, d: Tensor, offs: Tensor,
+        args: tuple, n: int, k: int, transposed: bool = False,
     ) -> None:  # fmt: skip
         """d = a @ w[g].T for a (R, k) and w (groups, n, k), or a @ w[g] for a `transposed` w (groups, k, n).
 
-        If w is in two tensors, `second` is its other half: along n for "up", along k for "down".
+        If w is in two tensors, `second` is its other half: along n for Up, along k for Down.
         """
         if not w.is_contiguous() and w.transpose(1, 2).is_contiguous():
             w, transposed = w.transpose(1, 2), not transposed
             second = None if second is None else second.transpose(1, 2)
         a, w, total_k = _aligned(a), _aligned(w.contiguous()), k
         if second is not None:
-            second, options["b_in_two"] = _aligned(second.contiguous()), True
-            total_k = 2 * k if epilogue == "down" else k
+            second, total_k = _aligned(second.contiguous()), k if epilogue.has_pairs else 2 * k
         sizes = dict(a_stride=None, rows=a.shape[0], m=None, n=n, k=k)
         shape, b_major = (None, n, total_k), "n" if transposed else "k"
-        self._launch(epilogue, a, w, second, d, offs, args, sizes, shape, b_major=b_major, **options)
+        self._launch(epilogue, a, w, second, d, offs, args, sizes, shape, b_major)
 
     def _launch(
-        self, epilogue: str, a: Tensor, b: Tensor, second: Tensor | None, d: Tensor, offs: Tensor, args: tuple | None,
-        sizes: dict[str, int | None], shape: tuple, **options: Any
+        self, epilogue: GroupedEpilogueSpec, a: Tensor, b: Tensor, second: Tensor | None, d: Tensor, offs: Tensor,
+        args: tuple | None, sizes: dict[str, int | None], shape: tuple, b_major: str = "k",
     ) -> None:  # fmt: skip
-        """sizes: fields of `GroupedGemmArgs`. options: fields of `GroupedGemmProblem`.
+        """sizes: fields of `GroupedGemmArgs`.
 
         shape: (m, n, k) of the product, with None for the dimension that groups divide. n counts gate and up
         separately; k counts both halves.
         """
-        fields = epilogue, a.dtype, offs.shape[0], d.dtype, shape
         few_rows = sizes["rows"] <= 128 * offs.shape[0]
-        launch, clusters = self._kernel(choose.epoch, *fields, few_rows, **options)
+        launch, clusters = self._kernel(
+            choose.epoch, epilogue, a.dtype, offs.shape[0], d.dtype, b_major, second is not None, shape, few_rows
+        )
         arguments = by_name(GroupedGemmArgs)(
             a=a.data_ptr(), b=b.data_ptr(), second=address(second), d=d.data_ptr(), offs=offs.data_ptr(), epilogue=args,
             groups=offs.shape[0], max_clusters=clusters, **sizes,
@@ -169,14 +178,14 @@ class KernelSteps:
         launch(arguments, self.stream())
 
     def _find_kernel(
-        self, epoch: int, epilogue: str, dtype: torch.dtype, groups: int, out_dtype: torch.dtype,
-        shape: tuple[int | None, int, int | None], few_rows: bool, **options: Any
+        self, epoch: int, epilogue: GroupedEpilogueSpec, dtype: torch.dtype, groups: int, out_dtype: torch.dtype,
+        b_major: str, b_in_two: bool, shape: tuple[int | None, int, int | None], few_rows: bool,
     ) -> tuple[Callable, int]:  # fmt: skip
         """(launch, the number of clusters)"""
         names, gpu = (cuda.name_of(dtype), cuda.name_of(out_dtype)), self.device.gpu
-        problem = GroupedGemmProblem(epilogue, names[0], max_groups_for(groups), names[1], **options)
+        problem = MlpGemmProblem(epilogue, names[0], max_groups_for(groups), names[1], b_major, b_in_two)
         m, n, k = shape
-        columns = 2 * n if epilogue == "up" and problem.gated else n
+        columns = 2 * n if epilogue.has_pairs else n
         tile = cluster_tile_for(problem, gpu, m, columns, k, few_rows)
         problem = dataclasses.replace(problem, cluster_tile=tile)
         kernel = self.device.kernel_for(problem, gpu)

@@ -1,24 +1,13 @@
-"""The kernels of grouped_mlp and moe_mlp: arguments, problems, configs, and their descriptions.
-
-The problems of the GEMMs are in quackish/kernels/gemm/grouped_problem.py.
-"""
+"""The kernels of grouped_mlp and moe_mlp: those of their GEMMs, and the one that copies and sums rows."""
 
 import dataclasses
 from typing import Any, NamedTuple
 
 from quackish.device.arguments import Ptr
-from quackish.device.spec import KernelSpec, on_all, on_blackwell, on_hopper
-from quackish.device.work import Sizes, Work, bytes_of, ceil_div
+from quackish.device.spec import KernelSpec, on_all
+from quackish.device.work import Sizes, Work, bytes_of
 from quackish.gpu import Gpu
-from quackish.kernels.gemm.grouped_problem import (
-    DSCALES_COLUMNS,
-    GroupedGemmProblem,
-    grouped_gemm_config,
-    grouped_gemm_why_illegal,
-)
-from quackish.kernels.gemm.grouped_sm100_config import grouped_gemm_sm100_config, grouped_gemm_sm100_why_illegal
-from quackish.kernels.gemm.problem import GemmConfig
-from quackish.kernels.gemm.sm100_config import GemmSm100Config
+from quackish.ops.mlp.gemm_problems import GEMM_SPEC
 
 
 class TokenRowsArgs(NamedTuple):
@@ -60,30 +49,6 @@ def token_rows_config(problem: TokenRowsProblem, gpu: Gpu) -> TokenRowsConfig:
     return TokenRowsConfig(threads=-(-vectors // (32 * ctas)) * 32)
 
 
-# Descriptions --------------------------------------------------------------------------------------------------------
-
-
-def _gemm_work(p: GroupedGemmProblem, s: Sizes) -> Work:
-    rows, n = s["rows"], s["n"]
-    if p.along == "k":
-        d = s["groups"] * s["m"] * n * bytes_of(p.out_dtype)
-        return Work(rows * (s["m"] + n) * bytes_of(p.dtype) + d * p.accumulate, d, 2 * rows * s["m"] * n)
-    preactivation = n * (1 + p.gated)
-    b_rows, k = n, s["k"]
-    if p.epilogue == "up":
-        b_rows = preactivation
-    elif p.b_in_two:
-        k *= 2
-    read, written = rows * k + s["groups"] * b_rows * k, rows * n
-    if p.epilogue == "down_backward":  # writes the activation and the preactivation's gradient
-        read += rows * preactivation
-        written += rows * preactivation
-    elif p.keeps:
-        written += rows * preactivation
-    parts = rows * ceil_div(n, DSCALES_COLUMNS) * 4 if p.epilogue == "down_backward" and p.scaled else 0
-    return Work(read * bytes_of(p.dtype), written * bytes_of(p.dtype) + parts, 2 * rows * b_rows * k)
-
-
 def _token_rows_work(p: TokenRowsProblem, s: Sizes) -> Work:
     rows = s["tokens"] * s["k"]
     of_tokens, of_rows = s["tokens"] * p.n * bytes_of(p.dtype), rows * p.n * bytes_of(p.dtype)
@@ -91,37 +56,6 @@ def _token_rows_work(p: TokenRowsProblem, s: Sizes) -> Work:
     return Work(read + 8 * rows, written, rows * p.n * (p.op == "sum"))
 
 
-_B = "bfloat16"
-GEMM_SPEC = KernelSpec(
-    name="grouped_gemm",
-    operation="grouped_mlp",
-    problem=GroupedGemmProblem,
-    on={
-        **on_hopper(
-            "quackish.kernels.gemm.grouped_sm90:GroupedGemmSm90",
-            GemmConfig,
-            grouped_gemm_config,
-            grouped_gemm_why_illegal,
-            "quackish.ops.mlp.tuning:GEMM",
-        ),
-        **on_blackwell(
-            "quackish.kernels.gemm.grouped_sm100:GroupedGemmSm100",
-            GemmSm100Config,
-            grouped_gemm_sm100_config,
-            grouped_gemm_sm100_why_illegal,
-            "quackish.ops.mlp.tuning:GEMM_SM100",
-        ),
-    },
-    sizes=("rows", "m", "n", "k", "groups"),
-    work=_gemm_work,
-    cublas="quackish.ops.mlp.tuning:cublas",
-    samples=[
-        GroupedGemmProblem("up", _B, 64, _B, activation="swiglu", scaled=True, keeps=True),
-        GroupedGemmProblem("down", _B, 64, _B, biased=True),
-        GroupedGemmProblem("down_backward", _B, 64, _B, b_major="n", activation="silu", scaled=True),
-        GroupedGemmProblem("store", _B, 64, "float32", accumulate=True),
-    ],
-)
 TOKEN_ROWS_SPEC = KernelSpec(
     name="token_rows",
     operation="moe_mlp",
@@ -129,6 +63,6 @@ TOKEN_ROWS_SPEC = KernelSpec(
     on=on_all("quackish.ops.mlp.kernels.token_rows:TokenRows", TokenRowsConfig, token_rows_config),
     sizes=("tokens", "k"),
     work=_token_rows_work,
-    samples=[TokenRowsProblem("sum", 64, _B)],
+    samples=[TokenRowsProblem("sum", 64, "bfloat16")],
 )
 SPECS = GEMM_SPEC, TOKEN_ROWS_SPEC

@@ -7,8 +7,8 @@ import torch
 
 from quackish.ops.mlp.api import grouped_mlp
 from quackish.ops.mlp.dry_run import dry_run
+from quackish.ops.mlp.gemm_problems import GEMM_SPEC
 from quackish.ops.mlp.moe import moe_mlp
-from quackish.ops.mlp.problems import GEMM_SPEC
 from quackish.ops.mlp.reference import GATED
 from quackish.ops.shared.for_tools import Args, Maker, Operation, Options, SelfTest, flag, no_grad, value
 from quackish.ops.shared.models import Model

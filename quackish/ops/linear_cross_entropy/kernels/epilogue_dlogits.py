@@ -6,15 +6,15 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from quackish.kernels.gemm.problem import DlogitsArgs
 from quackish.kernels.gemm.tile_store import Block, Output, column_of, row_of, thread_rows
 from quackish.kernels.memory import vector_at
+from quackish.ops.linear_cross_entropy.gemm_problems import DlogitsArgs
 from quackish.ops.linear_cross_entropy.kernels.dlogits_rows import DlogitsRows
 from quackish.ops.linear_cross_entropy.kernels.exponents import log2_scale
-from quackish.ops.linear_cross_entropy.kernels.logits import Logits, column_value
+from quackish.ops.linear_cross_entropy.kernels.logits import LogitsSm90, column_value
 
 
-class Dlogits(DlogitsRows, Logits):
+class DlogitsSm90(DlogitsRows, LogitsSm90):
     """The gradient of logit a of class c, in a row with target t; d is the softcap's derivative:
 
         (coef_softmax / sum * e - coef_smooth * class_weight[c] - (c == t) * coef_target) * d,  e = exp(a - row_shift)

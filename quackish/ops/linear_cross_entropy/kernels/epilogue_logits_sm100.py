@@ -7,12 +7,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from quackish.kernels.gemm.epilogues import Epilogue
-from quackish.kernels.gemm.problem import DlogitsArgs, SoftmaxArgs
-from quackish.kernels.gemm.slice_store import SliceStore
+from quackish.kernels.gemm.slice_store import SliceStore, column_value
 from quackish.kernels.gemm.sm100_config import SLICE
 from quackish.kernels.gemm.tile_store import Block, Output
 from quackish.kernels.math import encode_argmax, tanh
 from quackish.kernels.memory import vector_at
+from quackish.ops.linear_cross_entropy.gemm_problems import DlogitsArgs, SoftmaxArgs
 from quackish.ops.linear_cross_entropy.kernels.dlogits_rows import DlogitsRows
 from quackish.ops.linear_cross_entropy.kernels.exponents import log2_scale
 from quackish.ops.linear_cross_entropy.kernels.softmax_rows import RowSums, SoftmaxRows
@@ -42,7 +42,7 @@ class LogitsSm100(Epilogue):
         for v in cutlass.range_constexpr(SLICE):
             if const_expr(bias is not None):
                 x[v] = x[v] + column_value(bias, v)
-            if const_expr(self.problem.softcap):
+            if const_expr(self.spec.softcap):
                 x[v] = tanh(x[v] * (1.0 / softcap)) * softcap
         if first + SLICE > block.n:
             for v in cutlass.range_constexpr(SLICE):
@@ -50,7 +50,7 @@ class LogitsSm100(Epilogue):
 
 
 class SoftmaxSm100(SoftmaxRows, LogitsSm100):
-    """As Softmax, which documents what is stored."""
+    """As SoftmaxSm90, which documents what is stored."""
 
     @cute.jit
     def prepare(self, args: SoftmaxArgs, out: Output, block: Block):
@@ -80,7 +80,7 @@ class SoftmaxSm100(SoftmaxRows, LogitsSm100):
                         a = x[v] if target == column + v else a
                     (args.target_logit + i).store(a)
                 for v in cutlass.range_constexpr(SLICE):
-                    if const_expr(self.problem.smoothing):
+                    if const_expr(self.spec.smoothing):
                         w = None if const_expr(weights is None) else column_value(weights, v)
                         if first + v < n:  # -inf past the last class
                             self.add_weighted(x[v], w, 0, stats)
@@ -97,7 +97,7 @@ class SoftmaxSm100(SoftmaxRows, LogitsSm100):
 
 
 class DlogitsSm100(DlogitsRows, LogitsSm100):
-    """As Dlogits, which has the formula."""
+    """As DlogitsSm90, which has the formula."""
 
     @cute.jit
     def prepare(self, args: DlogitsArgs, out: Output, block: Block):
@@ -128,9 +128,3 @@ class DlogitsSm100(DlogitsRows, LogitsSm100):
                     w = None if const_expr(weights is None) else functools.partial(column_value, weights, v)
                     x[v] = self.gradient(x[v], coefs, coef_entropy, 0, column + v, target, w, scale_log2, inverse)
                 self.output(x, piece, part, out, block)
-
-
-@cute.jit
-def column_value(values: Float32, v: cutlass.Constexpr[int]) -> Float32:
-    """The value of column v of a slice, from `columns`."""
-    return cute.arch.shuffle_sync(values, v)

@@ -1,15 +1,15 @@
-"""Epilogue of the dx GEMM: scales the rows of D and scatters them to the rows of the output."""
+"""Hopper's epilogue of the dx GEMM: scales the rows of D and scatters them to the rows of the output."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from quackish.kernels.gemm.epilogues import Epilogue
-from quackish.kernels.gemm.problem import RowsOutArgs
 from quackish.kernels.gemm.tile_store import Block, Output, RowStore, row_of, thread_rows
+from quackish.ops.linear_cross_entropy.gemm_problems import RowsOutArgs
 
 
-class RowsOut(Epilogue):
+class RowsOutSm90(Epilogue):
     """out[order[start + i]] = row_scale[i] * D[i] for rows i < live."""
 
     def __init__(self, problem, config):

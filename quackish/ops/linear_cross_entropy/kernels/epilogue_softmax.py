@@ -4,15 +4,15 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from quackish.kernels.gemm.problem import SoftmaxArgs
 from quackish.kernels.gemm.tile_store import Block, Output, column_of, row_of, thread_rows
 from quackish.kernels.math import encode_argmax, tanh
+from quackish.ops.linear_cross_entropy.gemm_problems import SoftmaxArgs
 from quackish.ops.linear_cross_entropy.kernels.exponents import log2_scale
-from quackish.ops.linear_cross_entropy.kernels.logits import Logits, column_value
+from quackish.ops.linear_cross_entropy.kernels.logits import LogitsSm90, column_value
 from quackish.ops.linear_cross_entropy.kernels.softmax_rows import RowStats, RowSums, SoftmaxRows
 
 
-class Softmax(SoftmaxRows, Logits):
+class SoftmaxSm90(SoftmaxRows, LogitsSm90):
     """exp_logits = e * d with e = exp(a - row_shift), of a tile of logits a, and each row's sum of e over the tile.
 
     With a logit_scale, e = exp(logit_scale * (a - row_shift)). d is the softcap's derivative.
@@ -77,7 +77,7 @@ class Softmax(SoftmaxRows, Logits):
         """Replaces piece j of the accumulator by exp_logits and updates the stats."""
         weights = self.columns(args.class_weight, j, block.col0, block.n, block.thread)
         self.make_logits(acc, j, bias, args.softcap, block)
-        if const_expr(self.problem.smoothing):
+        if const_expr(self.spec.smoothing):
             columns = block.n - block.col0
             for v in cutlass.range_constexpr(cute.size(acc)):
                 if const_expr(v in self.values(j)):
@@ -104,7 +104,7 @@ class Softmax(SoftmaxRows, Logits):
                         a = acc[v] if column_of(v, thread) == target[r] else a
                 if const_expr(args.bias is not None):
                     a = a + (args.bias + (col0 + target[r])).load().to(Float32)
-                if const_expr(self.problem.softcap):
+                if const_expr(self.spec.softcap):
                     a = tanh(a * (1.0 / args.softcap)) * args.softcap
                 (args.target_logit + (row + 8 * r)).store(a)
 

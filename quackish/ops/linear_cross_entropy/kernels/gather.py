@@ -17,12 +17,11 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr
 
 from quackish.kernels.dependent_launch import after_previous
-from quackish.kernels.gemm.problem import ROW_TILE
 from quackish.kernels.math import encode
 from quackish.kernels.memory import fill_row, load_at, load_eight, store_at, vector_at
 from quackish.ops.linear_cross_entropy.kernels.exponents import HUGE
 from quackish.ops.linear_cross_entropy.kernels.row_kernel import RowKernel, rounded_up, with_row_state
-from quackish.ops.linear_cross_entropy.row_problems import GatherArgs, LceGatherProblem, LceRowsConfig
+from quackish.ops.linear_cross_entropy.row_problems import ROW_TILE, GatherArgs, LceGatherProblem, LceRowsConfig
 
 
 class LceGather(RowKernel):

@@ -1,4 +1,4 @@
-"""Shared by the epilogues of the logits GEMMs: bias, softcap, the end of the classes, values per class."""
+"""Shared by the epilogues of Hopper's logits GEMMs: bias, softcap, the end of the classes, values per class."""
 
 import cutlass
 import cutlass.cute as cute
@@ -29,7 +29,7 @@ def column_value(values, i: cutlass.Constexpr[int], thread: Int32) -> Float32:
     return cute.arch.shuffle_sync(values[i % 2], 4 * (i // 4 % 8) + thread % 4)  # four values span 8 columns
 
 
-class Logits(Epilogue):
+class LogitsSm90(Epilogue):
     """Base class: applies bias and softcap and masks the columns past the last class."""
 
     def __init__(self, problem, config):
@@ -50,7 +50,7 @@ class Logits(Epilogue):
         if const_expr(bias is not None):
             for v in self.values(j):
                 acc[v] = acc[v] + column_value(bias, v, block.thread)
-        if const_expr(self.problem.softcap):
+        if const_expr(self.spec.softcap):
             inverse = 1.0 / softcap
             for v in self.values(j):
                 acc[v] = tanh(acc[v] * inverse) * softcap

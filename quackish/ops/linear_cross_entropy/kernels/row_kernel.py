@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import AddressSpace, Int32, Int64
 
 from quackish.kernels.arguments import DTYPES, fake_args
-from quackish.kernels.gemm.problem import ROW_TILE
+from quackish.ops.linear_cross_entropy.row_problems import ROW_TILE
 from quackish.ops.linear_cross_entropy.row_state import DESCRIPTIONS, Part, RowStateParts, parts_at
 
 

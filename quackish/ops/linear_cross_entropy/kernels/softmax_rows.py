@@ -6,9 +6,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
-from quackish.kernels.gemm.problem import ROW_TILE, SoftmaxArgs
 from quackish.kernels.math import LOG2_E, decode, encode
+from quackish.ops.linear_cross_entropy.gemm_problems import SoftmaxArgs
 from quackish.ops.linear_cross_entropy.kernels.exponents import HEADROOM, LEAST_LOG2, shift_in_log2
+from quackish.ops.linear_cross_entropy.row_problems import ROW_TILE
 
 
 class RowStats(NamedTuple):
@@ -31,15 +32,15 @@ class RowSums(NamedTuple):
 
 
 class SoftmaxRows:
-    """Methods of an epilogue. Its problem is a GemmProblem with epilogue "softmax"."""
+    """Methods of an epilogue. Its spec is a Softmax."""
 
     @property
     def updates_argmax(self) -> bool:
-        return self.problem.return_stats and not self.problem.recompute_flagged
+        return self.spec.return_stats and not self.spec.recompute_flagged
 
     @cute.jit
     def num_tiles(self, args: SoftmaxArgs, total: Int32) -> Int32:
-        if const_expr(self.problem.recompute_flagged):
+        if const_expr(self.spec.recompute_flagged):
             if args.flags.load() == 0:
                 total = Int32(0)
         return total
@@ -47,7 +48,7 @@ class SoftmaxRows:
     @cute.jit
     def is_selected(self, args: SoftmaxArgs, tm: Int32, m: Int32):
         selected = True
-        if const_expr(self.problem.recompute_flagged):
+        if const_expr(self.spec.recompute_flagged):
             per_cluster = const_expr(self.config.cluster_rows // ROW_TILE)
             flagged, last = Int32(0), cute.ceil_div(m, ROW_TILE)
             for i in cutlass.range_constexpr(per_cluster):
@@ -58,7 +59,7 @@ class SoftmaxRows:
     @cute.jit
     def row_shift_log2(self, args: SoftmaxArgs, i: Int32, scale_log2) -> Float32:
         """row_shift of row i in log2 units."""
-        if const_expr(self.problem.recompute_flagged):
+        if const_expr(self.spec.recompute_flagged):
             shift = decode((args.row_max_bits + i).load())
         else:
             shift = (args.row_shift + i).load()
@@ -85,15 +86,15 @@ class SoftmaxRows:
         """
         if const_expr(self.updates_argmax):
             stats.argmax[r] = Int32(column) if a > stats.max[r] else stats.argmax[r]
-        if const_expr(not self.problem.recompute_flagged):
+        if const_expr(not self.spec.recompute_flagged):
             stats.max[r] = cute.arch.fmax(stats.max[r], a)
         # Rounded once, as the target's term in rows.py. With a negative shift instead, 32 bytes spill.
         log2 = -cute.math.fma(-a, Float32(scale_log2), shift_log2)
         e = cute.math.exp2(log2, fastmath=True)
         stats.sum[r] = stats.sum[r] + e
-        if const_expr(self.problem.return_stats):
+        if const_expr(self.spec.return_stats):
             stats.elog[r] = stats.elog[r] + e * cute.arch.fmax(log2, LEAST_LOG2)
-        if const_expr(self.problem.softcap):
+        if const_expr(self.spec.softcap):
             e = e * (1.0 - (a * inverse) * (a * inverse))
         return e
 
@@ -112,9 +113,9 @@ class SoftmaxRows:
         """Stores row i's sums over a tile of classes at index `at`. code: of encode_argmax, with updates_argmax."""
         if is_writer:
             (args.part_sum + at).store(sums.sum)
-            if const_expr(self.problem.smoothing):
+            if const_expr(self.spec.smoothing):
                 (args.part_wsum + at).store(sums.wsum)
-            if const_expr(self.problem.return_stats):
+            if const_expr(self.spec.return_stats):
                 (args.part_elog + at).store(sums.elog)
             if const_expr(self.updates_argmax):
                 cute.arch.atomic_max(args.argmax_bits + i, code)
@@ -122,7 +123,7 @@ class SoftmaxRows:
     @cute.jit
     def flag(self, args: SoftmaxArgs, i: Int32, row_max: Float32, m: Int32, scale_log2, shift_log2: Float32):
         """Flags the tile of row i if a logit is far above its row_shift."""
-        if const_expr(not self.problem.recompute_flagged):
+        if const_expr(not self.spec.recompute_flagged):
             # false if row_shift is NaN or inf
             if (i < m) & (row_max * scale_log2 > shift_log2 + HEADROOM * LOG2_E):
                 cute.arch.atomic_max(args.row_max_bits + i, encode(row_max))

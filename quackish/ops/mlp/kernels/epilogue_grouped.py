@@ -1,58 +1,34 @@
-"""The epilogues of grouped GEMMs, one per step of an MLP, on tiles of one group."""
+"""Hopper's epilogues of grouped GEMMs, one per step of an MLP, on tiles of one group."""
+
+from typing import Optional
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import cpasync
 
-from quackish.kernels.gemm.grouped_operands import GroupMatrices, rows_of_group
-from quackish.kernels.gemm.grouped_problem import DownArgs, UpArgs, grouped_gemm_buffers
-from quackish.kernels.gemm.problem import BLOCK_M
-from quackish.kernels.gemm.tile_store import Block, Group, Output, TileStore, column_of, row_of, thread_rows
+from quackish.kernels.gemm.group_store import GroupStore
+from quackish.kernels.gemm.grouped_operands import GroupEpilogue
+from quackish.kernels.gemm.tile_store import Block, Group, Output, column_of, row_of, thread_rows
 from quackish.kernels.memory import vector_at
+from quackish.ops.mlp.gemm_problems import DownArgs, UpArgs
 from quackish.ops.mlp.kernels.activations import activate_gate, activate_up, overflow_as_fp16
+from quackish.ops.mlp.kernels.preactivation import UpMatrices
 
 
-class GroupStore(TileStore):
-    """Stores tiles of a group's rows, or of its matrix D[group]."""
-
-    def __init__(self, problem, config):
-        super().__init__(problem.out_dtype, config, problem.accumulate, problem.piece_bytes)
-        self.along_m = problem.along == "m"
-        self.num_buffers = grouped_gemm_buffers(problem, config)
-
-    @cute.jit
-    def copy_out(self, out: Output, buffer: Int32, block: Block, j: cutlass.Constexpr[int]):
-        (atom,) = out.atoms
-        sD, gD = self.partition(atom, out.staging, block, j)
-        cute.copy(atom[0], sD[None, buffer], gD)
-
-    def load_atom(self, mD):
-        op = cpasync.CopyBulkTensorTileG2SOp()
-        piece = (BLOCK_M, self.piece_n)
-        return cpasync.make_tiled_tma_atom(op, mD, cute.slice_(self.layout(), (None, None, 0)), piece)
-
-    def partition(self, atom: tuple, staging, block: Block, j: int):
-        """The buffers, and piece j of the block, as TMA copies them."""
-        rows = rows_of_group(atom[1], block, block.row0, block.col0 + j * self.piece_n, self.along_m)
-        g = cute.local_tile(rows, (BLOCK_M, self.piece_n), (0, 0))
-        return cpasync.tma_partition(
-            atom[0], 0, cute.make_layout(1), cute.group_modes(staging, 0, 2), cute.group_modes(g, 0, 2)
-        )
-
-
-class GroupEpilogue(GroupMatrices):
-    """Along k, and "down": stores D, plus a bias along m."""
+class DownSm90(GroupEpilogue):
+    """Stores D, for Down plus a bias."""
 
     def __init__(self, problem, config):
         super().__init__(problem, config, GroupStore(problem, config))
 
     @cute.jit
-    def __call__(self, acc, prefetched, args: DownArgs, out: Output, block: Block):
+    def __call__(self, acc, prefetched, args: Optional[DownArgs], out: Output, block: Block):
         per_piece = const_expr(self.output.piece_n // 2)
         for j in cutlass.range_constexpr(self.output.num_pieces):
             values = range(j * per_piece, (j + 1) * per_piece)
-            if const_expr(self.problem.biased):  # by pieces: registers spill where all of the bias is loaded first
+            if const_expr(
+                args is not None and args.bias is not None
+            ):  # by pieces: registers spill where all of the bias is loaded first
                 piece = block._replace(col0=block.col0 + j * self.output.piece_n)
                 self.add_bias(acc, values, args.bias, block.n, 0, piece)
             self.fill(acc, values, block.group)
@@ -92,7 +68,7 @@ class GroupEpilogue(GroupMatrices):
         return s
 
 
-class Up(GroupEpilogue):
+class UpSm90(UpMatrices, DownSm90):
     """Stores the preactivation, with `keeps`, and its scaled activation."""
 
     def __init__(self, problem, config):
@@ -101,14 +77,14 @@ class Up(GroupEpilogue):
 
     @cute.jit
     def prepare(self, args: UpArgs, out: Output, block: Block):
-        return self.row_scales(args.scales, block) if const_expr(self.problem.scaled) else None
+        return self.row_scales(args.scales, block) if const_expr(self.spec.scaled) else None
 
     @cute.jit
     def finish_piece(self, acc, args: UpArgs, block: Block, j: cutlass.Constexpr[int]):
         """Makes piece j of the products the preactivation."""
         part, per_piece = j // self.pieces_per_part, self.output.piece_n // 2
         values = range(j * per_piece, (j + 1) * per_piece)
-        if const_expr(self.problem.biased):
+        if const_expr(self.spec.biased):
             first = block._replace(col0=block.col0 + (j - part * self.pieces_per_part) * self.output.piece_n)
             self.add_bias(acc, values, args.bias, block.n * self.num_parts, block.n * part, first)
         if const_expr(self.problem.dtype == "float16"):  # backward reads it in fp16
@@ -118,7 +94,7 @@ class Up(GroupEpilogue):
 
     @cute.jit
     def __call__(self, acc, scales, args: UpArgs, out: Output, block: Block):
-        p = self.problem
+        p = self.spec
         per_part, per_piece = const_expr(cute.size(acc) // self.num_parts), self.output.piece_n // 2  # of a thread
 
         # the preactivation

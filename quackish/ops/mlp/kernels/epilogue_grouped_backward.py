@@ -1,4 +1,4 @@
-"""The epilogue of dact = dy @ w2.T, the gradient of the scaled activation of z, which is read again:
+"""Hopper's epilogue of dact = dy @ w2.T, the gradient of the scaled activation of z, which is read again:
 
     dz = dact * scale * activation'(z)        act = scale * activation(z)        dscale = sum of dact * activation(z)
 
@@ -14,11 +14,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from quackish.kernels.gemm.grouped_problem import DSCALES_COLUMNS, DownBackwardArgs
-from quackish.kernels.gemm.problem import BLOCK_M
+from quackish.kernels.gemm.sm90_config import BLOCK_M
 from quackish.kernels.gemm.tile_store import Block, Output, row_of, thread_rows
+from quackish.ops.mlp.gemm_problems import DSCALES_COLUMNS, DownBackwardArgs
 from quackish.ops.mlp.kernels.activations import activate_backward
-from quackish.ops.mlp.kernels.epilogue_grouped import GroupEpilogue
+from quackish.ops.mlp.kernels.epilogue_grouped import DownSm90
+from quackish.ops.mlp.kernels.preactivation import DownBackwardMatrices
 
 
 class LoadedStaging(NamedTuple):
@@ -26,7 +27,7 @@ class LoadedStaging(NamedTuple):
     loaded: cute.Pointer  # mbarriers, per warp group and set of buffers
 
 
-class DownBackward(GroupEpilogue):
+class DownBackwardSm90(DownBackwardMatrices, DownSm90):
     def __init__(self, problem, config):
         super().__init__(problem, config)
         self.pieces_per_tile = config.row_blocks * self.output.num_pieces
@@ -55,7 +56,7 @@ class DownBackward(GroupEpilogue):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 for piece in cutlass.range_constexpr(2):
                     self.load(piece, out, block)
-        return self.row_scales(args.scales, block) if const_expr(self.problem.scaled) else None
+        return self.row_scales(args.scales, block) if const_expr(self.spec.scaled) else None
 
     @cute.jit
     def load(self, piece: cutlass.Constexpr[int], out: Output, block: Block):
@@ -72,7 +73,7 @@ class DownBackward(GroupEpilogue):
 
     @cute.jit
     def __call__(self, acc, scales, args: DownBackwardArgs, out: Output, block: Block):
-        p, staging, wg, thread = self.problem, out.staging, block.wg, block.thread
+        p, staging, wg, thread = self.spec, out.staging, block.wg, block.thread
         self.fill(acc, range(cute.size(acc)), block.group)
         sums = cute.make_rmem_tensor((2,), Float32)  # of dact * activation(z), for the thread's two rows
         sums.fill(0.0)
@@ -81,7 +82,7 @@ class DownBackward(GroupEpilogue):
         for j in cutlass.range_constexpr(self.output.num_pieces):
             piece = const_expr(block.index * self.output.num_pieces + j)
             buffers = self.buffers(piece, wg)
-            # A tile has a multiple of 4 pieces (`grouped_gemm_why_illegal`), so all tiles have the same phases.
+            # A tile has a multiple of 4 pieces (`DownBackward.why_illegal`), so all tiles have the same phases.
             cute.arch.mbarrier_wait(self.barrier(piece, staging, wg), piece // 2 % 2)
 
             # dz, in place of z: 16 columns at a time, as more registers spill

@@ -3,61 +3,36 @@
 A thread has one row, and 64 or 32 of its columns at a time: a piece, as `SliceStore` stores it.
 """
 
+from typing import Optional
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import cpasync
 
-from quackish.kernels.gemm.grouped_operands import GroupMatrices, rows_of_group
-from quackish.kernels.gemm.grouped_problem import DSCALES_COLUMNS, DownArgs, DownBackwardArgs, UpArgs
-from quackish.kernels.gemm.grouped_sm100_config import grouped_gemm_sm100_buffers
-from quackish.kernels.gemm.slice_store import WARP_ROWS, SliceStore
+from quackish.kernels.gemm.group_store_sm100 import GroupStoreSm100
+from quackish.kernels.gemm.grouped_operands import GroupEpilogue
+from quackish.kernels.gemm.slice_store import WARP_ROWS, column_value
 from quackish.kernels.gemm.sm100_config import EPILOGUE_WARPS, PIECE_BYTES, SLICE
 from quackish.kernels.gemm.tile_store import Block, Output
-from quackish.ops.linear_cross_entropy.kernels.epilogue_logits_sm100 import column_value
+from quackish.ops.mlp.gemm_problems import DSCALES_COLUMNS, DownArgs, DownBackwardArgs, UpArgs
 from quackish.ops.mlp.kernels.activations import activate_backward, activate_gate, activate_up, overflow_as_fp16
 from quackish.ops.mlp.kernels.epilogue_grouped_backward import LoadedStaging
+from quackish.ops.mlp.kernels.preactivation import DownBackwardMatrices, UpMatrices
 
 
-class GroupSliceStore(SliceStore):
-    """Stores tiles of a group's rows, or of its matrix D[group]."""
-
-    def __init__(self, problem):
-        super().__init__(problem.out_dtype, problem.accumulate, grouped_gemm_sm100_buffers(problem))
-        self.along_m = problem.along == "m"
-
-    @cute.jit
-    def copy_out(self, out: Output, buffer: Int32, block: Block, piece):
-        (atom,) = out.atoms
-        sD, gD = self.partition(atom, out.staging, block, piece)
-        cute.copy(atom[0], sD[None, buffer], gD)
-
-    def load_atom(self, mD):
-        return self.atom(cpasync.CopyBulkTensorTileG2SOp(), mD)
-
-    def partition(self, atom: tuple, staging, block: Block, piece):
-        """The buffers, and a piece of the warp's rows, as TMA copies them."""
-        row, col = block.row0 + block.thread // 32 * WARP_ROWS, block.col0 + piece * self.piece_n
-        rows = rows_of_group(atom[1], block, row, col, self.along_m)
-        g = cute.local_tile(rows, (WARP_ROWS, self.piece_n), (0, 0))
-        return cpasync.tma_partition(
-            atom[0], 0, cute.make_layout(1), cute.group_modes(staging, 0, 2), cute.group_modes(g, 0, 2)
-        )
-
-
-class GroupEpilogueSm100(GroupMatrices):
-    """Along k, and "down": stores D, plus a bias along m."""
+class DownSm100(GroupEpilogue):
+    """Stores D, for Down plus a bias."""
 
     def __init__(self, problem, config):
-        super().__init__(problem, config, GroupSliceStore(problem))
+        super().__init__(problem, config, GroupStoreSm100(problem))
 
     @cute.jit
-    def __call__(self, acc, prefetched, args: DownArgs, out: Output, block: Block):
+    def __call__(self, acc, prefetched, args: Optional[DownArgs], out: Output, block: Block):
         for piece in cutlass.range(self.config.slices // self.output.per_piece, unroll=1):
             for part in cutlass.range_constexpr(self.output.per_piece):
                 j = piece * self.output.per_piece + part
                 x = acc.load(j)
-                if const_expr(self.problem.biased):
+                if const_expr(args is not None and args.bias is not None):
                     self.add_bias(x, args.bias, block.n, Int32(0), block.col0 + j * SLICE, block)
                 self.fill(x, block)
                 self.output(x, piece, part, out, block)
@@ -85,18 +60,18 @@ class GroupEpilogueSm100(GroupMatrices):
         return s
 
 
-class UpSm100(GroupEpilogueSm100):
+class UpSm100(UpMatrices, DownSm100):
     """Stores the preactivation, with `keeps`, and its scaled activation."""
 
     @cute.jit
     def prepare(self, args: UpArgs, out: Output, block: Block):
-        return self.row_scale(args.scales, block) if const_expr(self.problem.scaled) else None
+        return self.row_scale(args.scales, block) if const_expr(self.spec.scaled) else None
 
     @cute.jit
     def preactivation(self, acc, args: UpArgs, block: Block, j: Int32, part: cutlass.Constexpr[int]) -> cute.Tensor:
         """Slice j of the gate's (part 0) or up's columns."""
         x = acc.load(part * (self.tile_cols // SLICE) + j)
-        if const_expr(self.problem.biased):
+        if const_expr(self.spec.biased):
             width, col = block.n * self.num_parts, block.col0 + j * SLICE
             self.add_bias(x, args.bias, width, block.n * part, col, block)
         if const_expr(self.problem.dtype == "float16"):  # backward reads it in fp16
@@ -107,7 +82,7 @@ class UpSm100(GroupEpilogueSm100):
 
     @cute.jit
     def __call__(self, acc, scale, args: UpArgs, out: Output, block: Block):
-        p, per_piece, stored = self.problem, self.output.per_piece, 1 + self.num_parts * self.problem.keeps
+        p, per_piece, stored = self.spec, self.output.per_piece, 1 + self.num_parts * self.spec.keeps
         for piece in cutlass.range(self.tile_cols // SLICE // per_piece, unroll=1):
             turn = piece * stored  # counts the pieces that are stored
             z = [
@@ -129,8 +104,8 @@ class UpSm100(GroupEpilogueSm100):
                 self.output(act, piece, i, out.only(0), block, turn + stored - 1)
 
 
-class DownBackwardSm100(GroupEpilogueSm100):
-    """As DownBackward, whose module has the formula. A warp loads its rows of z into buffers of its own."""
+class DownBackwardSm100(DownBackwardMatrices, DownSm100):
+    """As DownBackwardSm90, whose module has the formula. A warp loads its rows of z into buffers of its own."""
 
     @cute.jit
     def allocate(self, smem):
@@ -158,7 +133,7 @@ class DownBackwardSm100(GroupEpilogueSm100):
         self.output.wait_until_free(0)
         for piece in cutlass.range_constexpr(2):
             self.load(piece, out, block)
-        return self.row_scale(args.scales, block) if const_expr(self.problem.scaled) else None
+        return self.row_scale(args.scales, block) if const_expr(self.spec.scaled) else None
 
     @cute.jit
     def load(self, piece: cutlass.Constexpr[int], out: Output, block: Block):
@@ -173,7 +148,7 @@ class DownBackwardSm100(GroupEpilogueSm100):
 
     @cute.jit
     def __call__(self, acc, scale, args: DownBackwardArgs, out: Output, block: Block):
-        p, output, staging, thread = self.problem, self.output, out.staging, block.thread
+        p, output, staging, thread = self.spec, self.output, out.staging, block.thread
         stores = out._replace(staging=staging.buffers)
         for piece in cutlass.range_constexpr(self.pieces):
             buffers = self.buffers(piece, thread)
