@@ -58,13 +58,11 @@ def kernel_class(spec):
     return loaded(spec.on["sm_90"].kernel)
 
 
-def call_of(cls):
-    """The arguments of a call by name, each its name; so are the fields of NamedTuples."""
-    call = {}
-    for parameter in [*inspect.signature(cls.__call__).parameters.values()][1:]:
-        fields = getattr(parameter.annotation, "_fields", None)
-        call[parameter.name] = named(parameter.annotation) if fields else parameter.name
-    return call
+def args_of(cls):
+    """The kernel's NamedTuple of arguments, each its name."""
+    args, stream = [*inspect.signature(cls.__call__).parameters.values()][1:]
+    assert (args.name, stream.name) == ("args", "stream")
+    return named(args.annotation)
 
 
 def named(kind):
@@ -75,8 +73,7 @@ def named(kind):
 
 @pytest.mark.parametrize("name", SPECS)
 def test_sizes_match_the_kernel(name):
-    call = call_of(kernel_class(SPECS[name]))
-    found = SPECS[name].sizes_of(next(iter(call.values())))
+    found = SPECS[name].sizes_of(args_of(kernel_class(SPECS[name])))
     assert found == {size: size for size in SPECS[name].sizes}
 
 
@@ -88,7 +85,7 @@ def absent(args):
 def test_fake_args_match_the_kernel(problem):
     cls = kernel_class(problem.spec)
     fake, _ = cls(problem, choose(problem, H200).config).fake_args()
-    assert type(fake) is type(next(iter(call_of(cls).values()))) is type(problem.args)
+    assert type(fake) is type(args_of(cls)) is type(problem.args)
     assert absent(fake) == absent(problem.args)
 
 
