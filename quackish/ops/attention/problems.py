@@ -6,7 +6,7 @@ Lengths, batch, heads and strides are runtime arguments. Query head h uses key h
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from quackish.device.arguments import ALIGNED_F32, F32, Ptr
 from quackish.device.spec import KernelSpec, on_hopper
@@ -214,6 +214,9 @@ class AttentionProblem:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionForwardProblem(AttentionProblem):
+    own: ClassVar[tuple[str, ...]] = ("q",)
+    loaded: ClassVar[tuple[str, ...]] = ("k", "v")
+
     @property
     def args(self) -> ForwardArgs:
         return ForwardArgs(scores=self._scores(), o=self._operand())
@@ -242,6 +245,9 @@ class AttentionRowsConfig:
 class AttentionKeysProblem(AttentionProblem):
     """dk and dv, and dbias if the bias is not broadcast."""
 
+    own: ClassVar[tuple[str, ...]] = ("k", "v")
+    loaded: ClassVar[tuple[str, ...]] = ("q", "do")
+
     dbias: bool = False
 
     @property
@@ -261,6 +267,9 @@ class AttentionKeysProblem(AttentionProblem):
 class AttentionQueriesProblem(AttentionProblem):
     """dq, with ds computed again."""
 
+    own: ClassVar[tuple[str, ...]] = ("q", "do")
+    loaded: ClassVar[tuple[str, ...]] = ("k", "v")
+
     @property
     def args(self) -> QueriesArgs:
         return QueriesArgs(scores=self._scores(), do=self._operand(), dq=self._operand())
@@ -269,6 +278,9 @@ class AttentionQueriesProblem(AttentionProblem):
 @dataclasses.dataclass(frozen=True)
 class AttentionProductProblem(AttentionProblem):
     """dq from ds in memory. With a mask only the classes of its blocks are read."""
+
+    own: ClassVar[tuple[str, ...]] = ()
+    loaded: ClassVar[tuple[str, ...]] = ("k",)
 
     mask_by_tma = False
 
@@ -280,6 +292,9 @@ class AttentionProductProblem(AttentionProblem):
 @dataclasses.dataclass(frozen=True)
 class AttentionBiasProblem(AttentionProblem):
     """The gradient of a bias that is broadcast over batch, heads or both."""
+
+    own: ClassVar[tuple[str, ...]] = ()
+    loaded: ClassVar[tuple[str, ...]] = ("k", "v")
 
     ordered = False
     in_parts: bool = False  # in fp32, to be summed; else one part, in the dtype of the bias
@@ -571,32 +586,32 @@ FORWARD_SPEC = _spec(
 )  # fmt: skip
 SPECS = (
     _small(
-        "mask:AttentionMask", "attention_mask", ("batches", "heads", "rows", "columns"), _mask_work,
+        "mask_classes:AttentionMask", "attention_mask", ("batches", "heads", "rows", "columns"), _mask_work,
         AttentionMaskProblem(by_vectors=False), AttentionMaskConfig,
     ),
     _small(
-        "order:AttentionOrder", "attention_order", ("batches", "heads", "num_q", "num_k"), _order_work,
+        "tile_order:AttentionOrder", "attention_order", ("batches", "heads", "num_q", "num_k"), _order_work,
         AttentionOrderProblem(), AttentionOrderConfig,
     ),
     FORWARD_SPEC,
     _small(
-        "rows:AttentionRows", "attention_bwd_rows", ("batch", "heads", "num_q", "d"), _rows_work,
+        "backward_rows:AttentionRows", "attention_bwd_rows", ("batch", "heads", "num_q", "d"), _rows_work,
         AttentionRowsProblem(_B, dlse=True), AttentionRowsConfig,
     ),
     _spec(
-        "keys_sm90:AttentionKeysSm90", "attention_bwd_keys", _SIZES, _keys_work,
+        "backward_keys_sm90:AttentionKeysSm90", "attention_bwd_keys", _SIZES, _keys_work,
         AttentionKeysProblem(_B, 64, _F, band=True, softcap=True, dbias=True), "dk", "dv", "dbias",
     ),
     _spec(
-        "queries_sm90:AttentionQueriesSm90", "attention_bwd_queries", _SIZES, _queries_work,
+        "backward_queries_sm90:AttentionQueriesSm90", "attention_bwd_queries", _SIZES, _queries_work,
         AttentionQueriesProblem(_B, 64, _F, softcap=True), "dq",
     ),
     _spec(
-        "product_sm90:AttentionProductSm90", "attention_bwd_product", _SIZES, _product_work,
+        "backward_product_sm90:AttentionProductSm90", "attention_bwd_product", _SIZES, _product_work,
         AttentionProductProblem(_B, 64), "dq",
     ),
     _spec(
-        "bias_sm90:AttentionBiasSm90", "attention_bwd_bias", (*_SIZES, "parts"), _bias_work,
+        "backward_bias_sm90:AttentionBiasSm90", "attention_bwd_bias", (*_SIZES, "parts"), _bias_work,
         AttentionBiasProblem(_B, 64, _B), "dbias",
     ),
 )  # fmt: skip

@@ -88,7 +88,7 @@ class AttentionItems(MaskWalk):
     @cute.jit
     def item_at(self, tile: Int32, head: Head, s: ScoreArgs) -> Item:
         first, last = self.key_tiles(s, tile * self.tile_q, self.tile_q, self.tile_k)
-        return Item(head, tile, first, last)
+        return Item(head=head, tile=tile, first=first, last=last)
 
     @cute.jit
     def key_tiles(self, args: ScoreArgs, q0: Int32, queries: cutlass.Constexpr[int], tile: cutlass.Constexpr[int]):
