@@ -16,20 +16,11 @@ from quackish.device import choose
 from quackish.device.cuda import address, dtype_name, name_of
 from quackish.device.kernel_device import KernelDevice
 from quackish.once import once
-from quackish.ops.attention.problems import (
+from quackish.ops.attention.arguments import (
     BLOCK,
     MAX_D,
     MIXED,
     ORDERED,
-    AttentionBiasProblem,
-    AttentionForwardProblem,
-    AttentionKeysProblem,
-    AttentionMaskProblem,
-    AttentionOrderProblem,
-    AttentionProblem,
-    AttentionProductProblem,
-    AttentionQueriesProblem,
-    AttentionRowsProblem,
     BiasArgs,
     ForwardArgs,
     KeysArgs,
@@ -40,7 +31,18 @@ from quackish.ops.attention.problems import (
     RowsArgs,
     ScoreArgs,
     Strided,
-    bias_parts,
+)
+from quackish.ops.attention.config import bias_parts
+from quackish.ops.attention.problems import (
+    AttentionBiasProblem,
+    AttentionForwardProblem,
+    AttentionKeysProblem,
+    AttentionMaskProblem,
+    AttentionOrderProblem,
+    AttentionProblem,
+    AttentionProductProblem,
+    AttentionQueriesProblem,
+    AttentionRowsProblem,
 )
 from quackish.ops.attention.reference import Inputs, Options, strides_like
 

@@ -14,11 +14,11 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr
 
 from quackish.kernels.memory import vector_at
+from quackish.ops.attention.arguments import BLOCK, BiasArgs, ScoreArgs
 from quackish.ops.attention.kernels.base_sm90 import AttentionSm90, Tiles
 from quackish.ops.attention.kernels.cta import Cta
 from quackish.ops.attention.kernels.items import Head
 from quackish.ops.attention.kernels.scores import ScoreBlock, pair_rows
-from quackish.ops.attention.problems import BLOCK, BiasArgs, ScoreArgs
 
 
 class BiasItem(NamedTuple):
@@ -39,10 +39,6 @@ class AttentionBiasSm90(AttentionSm90):
     def shared_tiles(self) -> dict[str, Tiles]:
         of_wgs = Tiles(self.own, self.config.num_wgs * self.config.num_stages)  # loaded, for each warp group
         return {"q": of_wgs, "do": of_wgs, **super().shared_tiles()}
-
-    @property
-    def stage_bytes(self) -> int:
-        return 2 * self.config.num_wgs * self.own.bytes + 2 * self.other.bytes + self.score_bytes + 8 * self.tile_q
 
     @cute.jit
     def __call__(self, args: BiasArgs, stream: CUstream):
@@ -99,13 +95,12 @@ class AttentionBiasSm90(AttentionSm90):
         """Loads an item's tiles of the n-th head."""
         wgs, barrier = self.config.num_wgs, cta.loaded.producer_get_barrier(state)
         head = self.head_at(n, cta.args, item.head)
-        for tma, shared in ((cta.tma.q, cta.shared.q), (cta.tma.do, cta.shared.do)):
-            part = self.part(tma, shared, self.own, head.query_head, head.batch)
+        for name in ("q", "do"):
+            part = self.part(cta, name, head.query_head, head.batch)
             for w in cutlass.range_constexpr(wgs):
                 self.load(part, item.tile_q * wgs + w, 0, state.index * wgs + w, barrier)
-        for tma, shared in ((cta.tma.k, cta.shared.k), (cta.tma.v, cta.shared.v)):
-            part = self.part(tma, shared, self.other, head.key_head, head.batch)
-            self.load(part, item.tile_k, 0, state.index, barrier)
+        for name in ("k", "v"):
+            self.load(self.part(cta, name, head.key_head, head.batch), item.tile_k, 0, state.index, barrier)
         self.load_scores(cta, head, item.tile_q, item.tile_k, state, is_full)
         self.load_stats(cta, head, item.tile_q, state)
 

@@ -16,12 +16,13 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from quackish.kernels.arguments import DTYPES
 from quackish.kernels.memory import vector_at
+from quackish.ops.attention.arguments import BLOCK, KeysArgs, ScoreArgs
+from quackish.ops.attention.config import keys_ahead
 from quackish.ops.attention.kernels.base_sm90 import AttentionSm90, Tiles
 from quackish.ops.attention.kernels.cta import Cta
 from quackish.ops.attention.kernels.items import Head
 from quackish.ops.attention.kernels.scores import ScoreBlock
 from quackish.ops.attention.kernels.swizzled_tile import SwizzledTile
-from quackish.ops.attention.problems import BLOCK, KeysArgs, ScoreArgs, keys_ahead
 
 
 class KeyItem(NamedTuple):
@@ -47,14 +48,10 @@ class AttentionKeysSm90(AttentionSm90):
 
     def shared_tiles(self) -> dict[str, Tiles]:
         tiles = super().shared_tiles()
-        if self.problem.dbias and self.problem.bias_dtype != "float32":
+        if self.problem.dbias_by_tma:
             self.staged = SwizzledTile(DTYPES[self.problem.bias_dtype], self.tile_q, BLOCK)
             tiles["dbias"] = Tiles(self.staged, self.config.num_wgs)
         return tiles
-
-    @property
-    def stage_bytes(self) -> int:
-        return 2 * self.other.bytes + self.score_bytes + 8 * self.tile_q
 
     @cute.jit
     def __call__(self, args: KeysArgs, stream: CUstream):
@@ -100,9 +97,8 @@ class AttentionKeysSm90(AttentionSm90):
         barrier = cta.loaded.producer_get_barrier(state)
         head, q0, _ = self.place(n, item, cta.args)
         tile_q = q0 // self.tile_q
-        for tma, shared in ((cta.tma.q, cta.shared.q), (cta.tma.do, cta.shared.do)):
-            part = self.part(tma, shared, self.other, head.query_head, head.batch)
-            self.load(part, tile_q, 0, state.index, barrier)
+        for name in ("q", "do"):
+            self.load(self.part(cta, name, head.query_head, head.batch), tile_q, 0, state.index, barrier)
         self.load_scores(cta, head, tile_q, item.tile, state, is_full)
         self.load_stats(cta, head, tile_q, state)
 
@@ -219,7 +215,7 @@ class AttentionKeysSm90(AttentionSm90):
         cute.arch.barrier(barrier_id=1 + block.wg, number_of_threads=128)
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
             head = block.head
-            part = self.part(cta.tma.dbias, cta.shared.dbias, self.staged, head.query_head, head.batch)
+            part = self.part(cta, "dbias", head.query_head, head.batch)
             to = part.tiles[None, block.q0 // self.tile_q, block.k0 // BLOCK]
             cute.copy(part.atom, part.shared[None, block.wg], to)
             cute.arch.cp_async_bulk_commit_group()

@@ -9,13 +9,13 @@ from cuda.bindings.driver import CUstream
 from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
+from quackish.ops.attention.arguments import BLOCK, ProductArgs
 from quackish.ops.attention.kernels.base_sm90 import AttentionSm90, Tiles
 from quackish.ops.attention.kernels.cta import Cta
 from quackish.ops.attention.kernels.items import Item
 from quackish.ops.attention.kernels.loads import EVICT_FIRST
 from quackish.ops.attention.kernels.scores import ScoreBlock
 from quackish.ops.attention.kernels.swizzled_tile import SwizzledTile
-from quackish.ops.attention.problems import BLOCK, ProductArgs
 
 
 class AttentionProductSm90(AttentionSm90):
@@ -24,10 +24,6 @@ class AttentionProductSm90(AttentionSm90):
     def shared_tiles(self) -> dict[str, Tiles]:
         self.ds = SwizzledTile(self.dtype, BLOCK, self.tile_k)
         return {"ds": Tiles(self.ds, self.config.num_wgs * self.config.num_stages), **super().shared_tiles()}
-
-    @property
-    def stage_bytes(self) -> int:
-        return self.config.num_wgs * self.ds.bytes + self.other.bytes
 
     @cute.jit
     def __call__(self, args: ProductArgs, stream: CUstream):
@@ -38,10 +34,10 @@ class AttentionProductSm90(AttentionSm90):
     def load_tile(self, cta: Cta, item: Item, n: Int32, state, is_full):
         """Loads tile n of ds and k."""
         head, wgs, barrier = item.head, self.config.num_wgs, cta.loaded.producer_get_barrier(state)
-        ds = self.part(cta.tma.ds, cta.shared.ds, self.ds, head.query_head, head.batch)
+        ds = self.part(cta, "ds", head.query_head, head.batch)
         for w in cutlass.range_constexpr(wgs):
             self.load(ds, item.tile * wgs + w, n, state.index * wgs + w, barrier, Int64(EVICT_FIRST))
-        k = self.part(cta.tma.k, cta.shared.k, self.other, head.key_head, head.batch)
+        k = self.part(cta, "k", head.key_head, head.batch)
         self.load(k, n, 0, state.index, barrier)
 
     @cute.jit

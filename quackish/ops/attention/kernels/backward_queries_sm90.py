@@ -12,20 +12,16 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from quackish.kernels.dependent_launch import after_previous
 from quackish.kernels.memory import load_at
+from quackish.ops.attention.arguments import BLOCK, QueriesArgs
 from quackish.ops.attention.kernels.base_sm90 import AttentionSm90
 from quackish.ops.attention.kernels.cta import Cta
 from quackish.ops.attention.kernels.items import Item
 from quackish.ops.attention.kernels.scores import ScoreBlock, pair_rows
-from quackish.ops.attention.problems import BLOCK, QueriesArgs
 
 
 class AttentionQueriesSm90(AttentionSm90):
     rows_are_queries = True
     pingpong = True
-
-    @property
-    def stage_bytes(self) -> int:
-        return 2 * self.other.bytes + self.score_bytes
 
     @cute.jit
     def __call__(self, args: QueriesArgs, stream: CUstream):
@@ -49,9 +45,8 @@ class AttentionQueriesSm90(AttentionSm90):
     def load_tile(self, cta: Cta, item: Item, n: Int32, state, is_full):
         """Loads tile n of k and v, and of bias and mask for an item's queries."""
         head, barrier = item.head, cta.loaded.producer_get_barrier(state)
-        for tma, shared in ((cta.tma.k, cta.shared.k), (cta.tma.v, cta.shared.v)):
-            part = self.part(tma, shared, self.other, head.key_head, head.batch)
-            self.load(part, n, 0, state.index, barrier)
+        for name in ("k", "v"):
+            self.load(self.part(cta, name, head.key_head, head.batch), n, 0, state.index, barrier)
         self.load_scores(cta, head, item.tile, n, state, is_full)
 
     @cute.jit

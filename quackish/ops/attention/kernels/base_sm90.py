@@ -13,6 +13,8 @@ from cutlass import Float32, Int32, const_expr, pipeline
 
 from quackish.kernels.arguments import DTYPES, fake_args
 from quackish.kernels.dependent_launch import after_previous
+from quackish.ops.attention.arguments import BLOCK
+from quackish.ops.attention.config import REGISTERS, AttentionConfig, own_in_registers
 from quackish.ops.attention.kernels.cta import Cta, PerTensor
 from quackish.ops.attention.kernels.items import AttentionItems
 from quackish.ops.attention.kernels.loads import TileLoads
@@ -21,7 +23,6 @@ from quackish.ops.attention.kernels.own_tiles import OwnTiles
 from quackish.ops.attention.kernels.results import Results
 from quackish.ops.attention.kernels.scores import AttentionScores
 from quackish.ops.attention.kernels.swizzled_tile import SwizzledTile
-from quackish.ops.attention.problems import BLOCK, REGISTERS, AttentionConfig, own_in_registers
 
 
 class Tiles(NamedTuple):
@@ -32,7 +33,10 @@ class Tiles(NamedTuple):
 
 
 class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScores, Results):
-    """A kernel has `__call__`, `stage_bytes`, `load_tile` and `consume`, and sets what differs from these."""
+    """A kernel has `__call__`, `load_tile` and `consume`, and sets what differs from these.
+
+    Call: `launch` on the host, `kernel` in a CTA, and `produce`, `produce_own` and `consume` in its warps.
+    """
 
     rows_are_queries: bool
     pingpong = False
@@ -70,11 +74,8 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
     @property
     def stage_bytes(self) -> int:
         """The bytes that are loaded per stage of `Cta.loaded`."""
-        raise NotImplementedError
-
-    @property
-    def score_bytes(self) -> int:
-        return sum(tile.bytes for tile in (self.bias, self.mask) if tile is not None)
+        of_values = self.other.bytes if self.v_has_pipeline else 0
+        return self.problem.stage_bytes(self.config.rows, self.config.tile) - of_values
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -118,6 +119,7 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
         self.begin()
         pipeline.pipeline_init_wait(cluster_shape_mn=(1, 1))
 
+        # warps 0 and 1 load, and the consumer warp groups compute
         if wg == 0:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp == 0:
@@ -143,7 +145,7 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
         if self.loads_stats:
             shared["stats"] = smem.allocate_tensor(Float32, cute.make_layout((self.tile_q, 2, c.num_stages)), 128)
         return Cta(
-            args, tma, PerTensor(**shared), walk, items,
+            args=args, tma=tma, shared=PerTensor(**shared), walk=walk, items=items,
             own=self.pipeline(self.num_own, len(own) * self.own.bytes, 1) if own else None,
             loaded=self.pipeline(c.num_stages, self.stage_bytes, c.num_wgs),
             values=self.pipeline(c.num_stages, self.other.bytes, c.num_wgs) if self.v_has_pipeline else None,
@@ -158,10 +160,11 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
         )  # fmt: skip
 
     def begin(self):
+        """Before anything that a kernel wrote is read, while the barriers are initialized."""
         after_previous()
 
     def end(self):
-        pass
+        """After all roles."""
 
     @cute.jit
     def produce(self, cta: Cta):
@@ -178,7 +181,7 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
         raise NotImplementedError
 
     def consume(self, cta: Cta, wg: Int32, thread: Int32):
-        """A consumer warp group, all its items. wg: from 0."""
+        """A consumer warp group, numbered from 0: computes all its items."""
         raise NotImplementedError
 
     def reading(self):

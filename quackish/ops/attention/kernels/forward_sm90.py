@@ -10,11 +10,11 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr
 
 from quackish.kernels.math import LN_2, LOG2_E
+from quackish.ops.attention.arguments import BLOCK, LARGE, ForwardArgs
 from quackish.ops.attention.kernels.base_sm90 import AttentionSm90
 from quackish.ops.attention.kernels.cta import Cta
 from quackish.ops.attention.kernels.items import Item
 from quackish.ops.attention.kernels.scores import ScoreBlock, pair_rows
-from quackish.ops.attention.problems import BLOCK, LARGE, ForwardArgs
 
 
 class AttentionForwardSm90(AttentionSm90):
@@ -22,10 +22,6 @@ class AttentionForwardSm90(AttentionSm90):
     pingpong = True
     v_has_pipeline = True
     least_tiles = 1
-
-    @property
-    def stage_bytes(self) -> int:
-        return self.other.bytes + self.score_bytes
 
     @cute.jit
     def __call__(self, args: ForwardArgs, stream: CUstream):
@@ -37,10 +33,7 @@ class AttentionForwardSm90(AttentionSm90):
     def load_tile(self, cta: Cta, item: Item, n: Int32, state, is_full):
         """Loads tile n of k, and of bias and mask for an item's queries, and then that of v."""
         head, keys, values = item.head, cta.loaded, cta.values
-        k, v = (
-            self.part(tma, shared, self.other, head.key_head, head.batch)
-            for tma, shared in ((cta.tma.k, cta.shared.k), (cta.tma.v, cta.shared.v))
-        )
+        k, v = (self.part(cta, name, head.key_head, head.batch) for name in ("k", "v"))
         self.load(k, n, 0, state.index, keys.producer_get_barrier(state))
         self.load_scores(cta, head, item.tile, n, state, is_full)
         values.producer_acquire(state)

@@ -7,8 +7,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from quackish.kernels.memory import load_at
+from quackish.ops.attention.arguments import ScoreArgs, Strided
 from quackish.ops.attention.kernels.mask_walk import MaskWalk
-from quackish.ops.attention.problems import ScoreArgs, Strided
 
 
 class Head(NamedTuple):

@@ -7,10 +7,10 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
+from quackish.ops.attention.arguments import ScoreArgs, Strided
 from quackish.ops.attention.kernels.cta import Cta, TmaTensor
 from quackish.ops.attention.kernels.items import Head
 from quackish.ops.attention.kernels.swizzled_tile import SwizzledTile
-from quackish.ops.attention.problems import ScoreArgs, Strided
 
 # L2 cache policies as encoded by PTX's `createpolicy`
 EVICT_NORMAL, EVICT_FIRST = 0x10F0_0000_0000_0000, 0x12F0_0000_0000_0000
@@ -55,12 +55,14 @@ class TileLoads:
         op = cpasync.CopyBulkTensorTileS2GOp() if stores else cpasync.CopyBulkTensorTileG2SOp()
         return TmaTensor(*cpasync.make_tiled_tma_atom(op, tensor, box, (tile.rows, tile.columns)))
 
-    # Device: tiles. A tile's row and column count tiles.
+    # Device
 
-    def part(self, tma: TmaTensor, shared: cute.Tensor, tile: SwizzledTile, head: Int32, batch: Int32) -> Part:
+    def part(self, cta: Cta, name: str, head: Int32, batch: Int32) -> Part:
+        """Of a tensor in `PerTensor`."""
+        tma, tile = getattr(cta.tma, name), self.tiles[name].tile
         tensor = tma.coordinates[None, None, head, batch]
         tiles = cute.local_tile(tensor, (tile.rows, tile.columns), (None, None))
-        return self._part(tma.atom, shared, tiles, 2)
+        return self._part(tma.atom, getattr(cta.shared, name), tiles, 2)
 
     def _part(self, atom: cute.CopyAtom, shared: cute.Tensor, tiles: cute.Tensor, dims: int) -> Part:
         """dims: the first ones of both tensors are those of a tile."""
@@ -68,6 +70,7 @@ class TileLoads:
         return Part(atom, *cpasync.tma_partition(atom, 0, cute.make_layout(1), shared, tiles))
 
     def load(self, part: Part, row, column, stage, barrier, cache_policy=None):
+        """row, column: of a tile, counted in tiles. barrier: gets the bytes that have arrived."""
         cute.copy(
             part.atom, part.tiles[None, row, column], part.shared[None, stage], tma_bar_ptr=barrier,
             cache_policy=cache_policy,
@@ -81,19 +84,19 @@ class TileLoads:
         """
         s, barrier = cta.args.scores, cta.loaded.producer_get_barrier(state)
         if const_expr(self.bias is not None):
-            part = self.part_of_scores(cta.tma.bias, cta.shared.bias, self.bias, s.bias, head)
+            part = self.part_of_scores(cta, "bias", s.bias, head)
             self.load(part, tile_q, tile_k, state.index, barrier, self.bias_policy(s))
         if const_expr(self.mask is not None):
-            part = self.part_of_scores(cta.tma.mask, cta.shared.mask, self.mask, s.mask, head)
+            part = self.part_of_scores(cta, "mask", s.mask, head)
             if is_full == 0:
                 self.load(part, tile_q, tile_k, state.index, barrier)
 
     @cute.jit
-    def part_of_scores(self, tma: TmaTensor, shared: cute.Tensor, tile: SwizzledTile, t: Strided, head: Head) -> Part:
+    def part_of_scores(self, cta: Cta, name: cutlass.Constexpr[str], t: Strided, head: Head) -> Part:
         """Of a bias or a mask, which may be broadcast."""
         query_head = head.query_head if t.head != 0 else Int32(0)
         batch = head.batch if t.batch != 0 else Int32(0)
-        return self.part(tma, shared, tile, query_head, batch)
+        return self.part(cta, name, query_head, batch)
 
     @cute.jit
     def bias_policy(self, args: ScoreArgs):

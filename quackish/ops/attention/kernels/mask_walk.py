@@ -13,8 +13,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from quackish.kernels.memory import load_at
+from quackish.ops.attention.arguments import BLOCK, EMPTY, FULL, ScoreArgs
 from quackish.ops.attention.kernels.cta import Cta
-from quackish.ops.attention.problems import BLOCK, EMPTY, FULL, ScoreArgs
 
 
 class Tiles(NamedTuple):

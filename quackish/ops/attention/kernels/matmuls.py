@@ -7,7 +7,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from quackish.ops.attention.problems import BLOCK
+from quackish.ops.attention.arguments import BLOCK
 
 PINGPONG = 4  # the first of the named barriers for it
 

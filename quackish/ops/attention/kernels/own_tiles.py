@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr, pipeline
 
-from quackish.ops.attention.kernels.cta import Cta, PerTensor
+from quackish.ops.attention.kernels.cta import Cta
 from quackish.ops.attention.kernels.items import Head
 from quackish.ops.attention.kernels.mask_walk import read_word
 
@@ -31,28 +31,28 @@ class OwnTiles:
         """Stages of `Cta.own`. Each is that of one warp group, which waits for no other."""
         return self.config.num_wgs * self.config.own_stages
 
-    def own_tiles(self, of: PerTensor) -> list:
-        return [getattr(of, name) for name in self.problem.own]
+    def own_tiles(self, cta: Cta) -> list:
+        """In shared memory: (BLOCK, d, stages of `Cta.own`) of each tensor."""
+        return [getattr(cta.shared, name) for name in self.problem.own]
 
     @cute.jit
     def produce_own(self, cta: Cta):
         """Loads the own tiles of all items."""
         args, own, items, wgs = cta.args, cta.own, cta.items, self.config.num_wgs
-        tensors = list(zip(self.own_tiles(cta.tma), self.own_tiles(cta.shared), strict=True))
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.num_own)
         for turn in cutlass.range(self.turns(args), unroll=1):
             item = self.item(turn, args)
             words = (*item.head, item.tile, self.last_of(item, args))
             head = item.head.query_head if const_expr(self.rows_are_queries) else item.head.key_head
-            parts = [self.part(tma, shared, self.own, head, item.head.batch) for tma, shared in tensors]
+            parts = [self.part(cta, name, head, item.head.batch) for name in self.problem.own]
             for w in cutlass.range_constexpr(wgs):
                 own.sync_object_empty.wait(state.index, state.phase)
                 with cute.arch.elect_one():
                     for i in cutlass.range_constexpr(len(words)):
                         items[i, state.index] = words[i]
                     barrier = own.producer_get_barrier(state)
-                    cute.arch.mbarrier_arrive_and_expect_tx(barrier, len(tensors) * self.own.bytes)
-                for a in cutlass.range_constexpr(len(tensors)):
+                    cute.arch.mbarrier_arrive_and_expect_tx(barrier, len(parts) * self.own.bytes)
+                for a in cutlass.range_constexpr(len(parts)):
                     barrier = own.producer_get_barrier(state)
                     self.load(parts[a], item.tile * wgs + w, 0, state.index, barrier)
                 state.advance()
@@ -72,7 +72,7 @@ class OwnTiles:
     def own_operands(self, n: int, cta: Cta) -> list:
         """The own tiles as `Operand`s of `load_own`, of MMAs of n columns: in registers, or fragments of all stages."""
         operands = []
-        for i, tiles in enumerate(self.own_tiles(cta.shared)):
+        for i, tiles in enumerate(self.own_tiles(cta)):
             in_registers = i < self.own_in_registers
             mmas = [self.mma_of_scores(n, add, in_registers) for add in (False, True)]
             operands.append(Operand(mmas, self.operand(self.d) if in_registers else self.fragments_a(mmas[0], tiles)))
@@ -86,7 +86,7 @@ class OwnTiles:
         overwrote rows before they were loaded, in the first items of a launch (`test_calls_in_a_row`).
         """
         loaded = self.own_in_registers
-        for (_, operand), tiles in zip(operands[:loaded], self.own_tiles(cta.shared), strict=False):
+        for (_, operand), tiles in zip(operands[:loaded], self.own_tiles(cta), strict=False):
             base = self.own.rows_base(tiles[None, None, stage].iterator, Int32(0), thread)
             for j in cutlass.range_constexpr(0, self.d // 8, 2):
                 values = self.own.load(self.own.rows_at(base, j), False)

@@ -5,8 +5,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from quackish.kernels.memory import vector_at
+from quackish.ops.attention.arguments import ScoreArgs, Strided
 from quackish.ops.attention.kernels.scores import ScoreBlock, pair_rows
-from quackish.ops.attention.problems import ScoreArgs, Strided
 
 
 @cute.jit

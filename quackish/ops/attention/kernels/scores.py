@@ -13,10 +13,10 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from quackish.kernels.math import LOG2_E, tanh
 from quackish.kernels.memory import load_at, vector_at
+from quackish.ops.attention.arguments import BLOCK, ScoreArgs
 from quackish.ops.attention.kernels.cta import Cta
 from quackish.ops.attention.kernels.items import Head
 from quackish.ops.attention.kernels.swizzled_tile import SwizzledTile
-from quackish.ops.attention.problems import BLOCK, ScoreArgs
 
 
 class ScoreBlock(NamedTuple):
