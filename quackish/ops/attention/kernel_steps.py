@@ -120,7 +120,7 @@ class AttentionSteps:
         return plan
 
     def forward(self, inputs: Inputs, options: Options, plan: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """One launch."""
+        """Launches one kernel."""
         inputs = _readable(inputs)
         q = inputs.q
         out, (lse, residual) = self._like(q), (self._contiguous(q.shape[:3], torch.float32) for _ in range(2))
@@ -136,7 +136,7 @@ class AttentionSteps:
         self, do: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, residual: Tensor, inputs: Inputs,
         options: Options, need_dbias: bool, plan: Tensor | None,
     ) -> Gradients:  # fmt: skip
-        """Statistics of rows; dk, dv and dbias; dq; and the dbias of a broadcast bias. A launch each."""
+        """Launches a kernel for statistics of rows, one for dk and dv, one for dq, and one for a broadcast bias."""
         q, k, v, bias, _ = inputs = _readable(inputs)
         do, out, lse, residual = _aligned(do), _aligned(out), lse.contiguous(), residual.contiguous()
         dlse = None if dlse is None else dlse.float().contiguous()
@@ -208,11 +208,11 @@ class AttentionSteps:
         return total[..., : scores.num_k].to(bias.dtype)
 
     def _scores(self, inputs: Inputs, plan: Tensor | None, options: Options, problem: AttentionProblem) -> ScoreArgs:
-        """With the order of tiles of queries."""
+        """What the scores depend on, with the order of queries' tiles."""
         q, k, v, bias, mask = inputs
         left = right = None
         if problem.band:
-            left, right = (_UNBOUNDED if n is None else min(n, _UNBOUNDED) for n in (options.left, options.right))
+            left, right = _bounded(options.left), _bounded(options.right)
         batch, heads, num_q, d = q.shape
         classes = None
         if mask is not None:
@@ -380,6 +380,10 @@ def _broadcast(t: Tensor | None, aligned: bool) -> Strided | None:
         return None
     batch, head, row, column = _broadcast_strides(t.shape, t.stride())
     return Strided(t.data_ptr(), batch, head, row, None if aligned else column)
+
+
+def _bounded(n: int | None) -> int:
+    return _UNBOUNDED if n is None else min(n, _UNBOUNDED)
 
 
 def _problem(inputs: Inputs, options: Options) -> dict[str, Any]:

@@ -77,7 +77,7 @@ class AttentionProblem:
     band: bool = False  # causality or a window
     softcap: bool = False
 
-    # Of the kernel
+    # What differs between the kernels
     own: ClassVar[tuple[str, ...]]  # tensors of d columns whose tiles a warp group keeps during an item
     loaded: ClassVar[tuple[str, ...]]  # tensors of d columns whose tiles are loaded per stage
     tiles: ClassVar[tuple[int, ...]] = (128, 64)  # legal values of `AttentionConfig.tile`
@@ -118,7 +118,7 @@ class AttentionProblem:
         return 0
 
     def live_registers(self, tile: int) -> int:
-        """About what a thread of the consumers needs: the accumulators and operands that are live at once, and more.
+        """About how many registers a consumer thread needs: accumulators and operands that are live at once, and more.
 
         Configs up to the limit compile without spills (`tests/attention/test_config.py`).
         """

@@ -43,7 +43,7 @@ class Options(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """In the shapes and dtypes of q, k, v and bias."""
+    """Each gradient has the shape and dtype of its tensor."""
 
     dq: Tensor
     dk: Tensor

@@ -113,7 +113,7 @@ class AttentionBiasSm90(AttentionSm90):
         x, dp, total = (self.accumulator(self.tile_k) for _ in range(3))
         stats = cute.make_rmem_tensor((2, 2), Float32)
         shifts, delta = stats[None, 0], self.per_row(stats[None, 1])
-        read = self.reading()
+        read = self.loaded_state()
         for turn in cutlass.range(self.turns(args), unroll=1):
             item = self.item(turn, args)
             q0 = item.tile_q * self.tile_q + wg * BLOCK

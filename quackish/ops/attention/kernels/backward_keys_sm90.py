@@ -114,7 +114,7 @@ class AttentionKeysSm90(AttentionSm90):
         p, ds = self.operand(self.tile_q), self.operand(self.tile_q)
         tanhs = cute.make_rmem_tensor(x.layout, Float32) if const_expr(self.problem.softcap) else None
         own = self.own_state(wg)
-        read = self.reading()
+        read = self.loaded_state()
         self.start_pingpong(wg)
         for _ in cutlass.range(self.turns(args), unroll=1):
             item = self.own_item(cta, own)

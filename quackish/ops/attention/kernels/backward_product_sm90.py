@@ -47,7 +47,7 @@ class AttentionProductSm90(AttentionSm90):
         rDS = self.fragments_a(mma, cta.shared.ds)
         rK = self.fragments_b(mma, self.transposed(cta.shared.k))
         dq = self.accumulator(self.d)
-        read = self.reading()
+        read = self.loaded_state()
         for turn in cutlass.range(self.turns(args), unroll=1):
             item = self.item(turn, args)
             dq.fill(0.0)

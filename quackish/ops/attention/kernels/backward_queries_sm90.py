@@ -31,14 +31,14 @@ class AttentionQueriesSm90(AttentionSm90):
         )  # fmt: skip
         self.launch(tensors, args, stream)
 
-    def begin(self):
-        """The kernel for dk and dv, launched right before, waited for all that this one reads.
+    def wait_at_start(self):
+        """Does not wait: the kernel for dk and dv, launched right before, waited for all that this one reads.
 
         So CTAs start where CTAs of that kernel have ended, and wait for it before they write.
         """
         cute.arch.fence_acq_rel_gpu()
 
-    def end(self):
+    def wait_at_end(self):
         after_previous()
 
     @cute.jit
@@ -74,7 +74,7 @@ class AttentionQueriesSm90(AttentionSm90):
         dq, ds = self.accumulator(self.d), self.operand(self.tile_k)
         tanhs = cute.make_rmem_tensor(x.layout, Float32) if const_expr(self.problem.softcap) else None
         own = self.own_state(wg)
-        read, previous = self.reading(), self.reading()
+        read, previous = self.loaded_state(), self.loaded_state()
         self.start_pingpong(wg)
         for _ in cutlass.range(self.turns(args), unroll=1):
             item = self.own_item(cta, own)

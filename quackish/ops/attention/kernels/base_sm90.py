@@ -89,7 +89,10 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
 
     @cute.jit
     def launch(self, tensors: dict, args, stream):
-        """tensors: (rows, columns, heads, batch), by the names in `PerTensor`, without the bias and the mask."""
+        """Launches the kernel with TMA atoms for all tensors, in the order of `tensors`: it is that of its parameters.
+
+        tensors: (rows, columns, heads, batch), by the names in `PerTensor`, without statistics, bias, mask and dbias
+        """
         s = args.scores
         tma = {name: self.tma(self.tiles[name].tile, tensor) for name, tensor in tensors.items()}
         if const_expr(self.loads_stats):
@@ -116,7 +119,7 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
         # shared memory and barriers
         cta = self.allocate(PerTensor(**tma), args)
         pipeline.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
-        self.begin()
+        self.wait_at_start()
         pipeline.pipeline_init_wait(cluster_shape_mn=(1, 1))
 
         # warps 0 and 1 load, and the consumer warp groups compute
@@ -130,7 +133,7 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
             self.consume(cta, wg - 1, tid % 128)
-        self.end()
+        self.wait_at_end()
 
     def allocate(self, tma: PerTensor, args) -> Cta:
         """Allocates shared memory and makes pipelines.
@@ -159,16 +162,16 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
             consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 4 * num_wgs), defer_sync=True,
         )  # fmt: skip
 
-    def begin(self):
-        """Before anything that a kernel wrote is read, while the barriers are initialized."""
+    def wait_at_start(self):
+        """Waits for the previous kernel, while the barriers are initialized."""
         after_previous()
 
-    def end(self):
-        """After all roles."""
+    def wait_at_end(self):
+        """Waits for the previous kernel if `wait_at_start` did not."""
 
     @cute.jit
     def produce(self, cta: Cta):
-        """The producer warp: loads the tiles of the other side for all of the CTA's items."""
+        """Loads the tiles of the other side for all items of the CTA, in one warp."""
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.num_stages)
         for turn in cutlass.range(self.turns(cta.args), unroll=1):
             state = self.load_item(cta, self.item(turn, cta.args), state)
@@ -181,9 +184,9 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
         raise NotImplementedError
 
     def consume(self, cta: Cta, wg: Int32, thread: Int32):
-        """A consumer warp group, numbered from 0: computes all its items."""
+        """Computes all items of the CTA, in consumer warp group wg, from 0."""
         raise NotImplementedError
 
-    def reading(self):
+    def loaded_state(self):
         """A consumer's state in `Cta.loaded`."""
         return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.num_stages)

@@ -27,6 +27,8 @@ class PerTensor(NamedTuple):
 
 
 class Cta(NamedTuple):
+    """What is passed to the functions of a kernel."""
+
     args: NamedTuple  # of the kernel
     tma: PerTensor  # of `TmaTensor`s
     shared: PerTensor  # tiles in shared memory, (rows, columns, stages): see `AttentionSm90.allocate`

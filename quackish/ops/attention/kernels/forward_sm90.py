@@ -49,7 +49,7 @@ class AttentionForwardSm90(AttentionSm90):
         x, o, p = self.accumulator(self.tile_k), self.accumulator(self.d), self.operand(self.tile_k)
         top, total = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), Float32)  # per row
         own = self.own_state(wg)
-        read, previous = self.reading(), self.reading()
+        read, previous = self.loaded_state(), self.loaded_state()
         unit = self.unit_of_scores(s)
         self.start_pingpong(wg)
         for _ in cutlass.range(self.turns(cta.args), unroll=1):

@@ -50,7 +50,7 @@ class TileLoads:
         return self.tensor(t, s.num_q, s.num_k, heads, batch)
 
     def tma(self, tile: SwizzledTile, tensor: cute.Tensor, stores: bool = False) -> TmaTensor:
-        """To load tiles of a tensor (rows, columns, heads, batch), or to store them."""
+        """Loads tiles of a tensor (rows, columns, heads, batch), or stores them."""
         box = cute.slice_(tile.layout(1), (None, None, 0))
         op = cpasync.CopyBulkTensorTileS2GOp() if stores else cpasync.CopyBulkTensorTileG2SOp()
         return TmaTensor(*cpasync.make_tiled_tma_atom(op, tensor, box, (tile.rows, tile.columns)))
@@ -58,7 +58,7 @@ class TileLoads:
     # Device
 
     def part(self, cta: Cta, name: str, head: Int32, batch: Int32) -> Part:
-        """Of a tensor in `PerTensor`."""
+        """The tiles of one head of the tensor that `PerTensor` calls `name`."""
         tma, tile = getattr(cta.tma, name), self.tiles[name].tile
         tensor = tma.coordinates[None, None, head, batch]
         tiles = cute.local_tile(tensor, (tile.rows, tile.columns), (None, None))
@@ -70,7 +70,7 @@ class TileLoads:
         return Part(atom, *cpasync.tma_partition(atom, 0, cute.make_layout(1), shared, tiles))
 
     def load(self, part: Part, row, column, stage, barrier, cache_policy=None):
-        """row, column: of a tile, counted in tiles. barrier: gets the bytes that have arrived."""
+        """Loads the tile at (row, column), counted in tiles. `barrier` counts the bytes that arrive."""
         cute.copy(
             part.atom, part.tiles[None, row, column], part.shared[None, stage], tma_bar_ptr=barrier,
             cache_policy=cache_policy,
@@ -93,7 +93,7 @@ class TileLoads:
 
     @cute.jit
     def part_of_scores(self, cta: Cta, name: cutlass.Constexpr[str], t: Strided, head: Head) -> Part:
-        """Of a bias or a mask, which may be broadcast."""
+        """The tiles of one head of a bias or a mask, which may be broadcast."""
         query_head = head.query_head if t.head != 0 else Int32(0)
         batch = head.batch if t.batch != 0 else Int32(0)
         return self.part(cta, name, query_head, batch)

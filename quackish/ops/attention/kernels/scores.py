@@ -56,9 +56,8 @@ class AttentionScores:
 
     @cute.jit
     def scores(
-        self, acc: cute.Tensor, cta: Cta, stage: Int32, block: ScoreBlock,
-        shift: Shift | None, tanhs, is_full=None,
-    ):  # fmt: skip
+        self, acc: cute.Tensor, cta: Cta, stage: Int32, block: ScoreBlock, shift: Shift | None, tanhs, is_full=None
+    ):
         """acc = log2(e) * x - shift for acc = q k^T; or x / `unit_of_scores` without a shift.
 
         tanhs, for the softcap's tanh, is a tensor like acc, or None. is_full: 1 if the mask leaves all keys, else 0;
@@ -93,9 +92,7 @@ class AttentionScores:
                     acc[i] = -Float32.inf
 
     @cute.jit
-    def add_terms(
-        self, acc: cute.Tensor, factor: Float32, cta: Cta, stage: Int32, block: ScoreBlock, shift
-    ):  # fmt: skip
+    def add_terms(self, acc: cute.Tensor, factor: Float32, cta: Cta, stage: Int32, block: ScoreBlock, shift):
         """acc = log2(e) * x - shift for a shift like acc; x / `unit_of_scores` for None. factor: of q k^T."""
         args = cta.args.scores
         if const_expr(self.are_scaled_later and shift is None):
