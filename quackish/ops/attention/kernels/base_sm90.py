@@ -173,6 +173,7 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
     def produce(self, cta: Cta):
         """Loads the tiles of the other side for all items of the CTA, in one warp."""
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.num_stages)
+        cta = cta._replace(bias_policy=self.bias_policy(cta.args.scores))
         for turn in cutlass.range(self.turns(cta.args), unroll=1):
             state = self.load_item(cta, self.item(turn, cta.args), state)
         cta.loaded.producer_tail(state.clone())

@@ -37,3 +37,4 @@ class Cta(NamedTuple):
     own: Any  # pipeline of own tiles, or None
     loaded: Any  # pipeline of loaded tiles
     values: Any  # pipeline of v's tiles where they have their own, or None
+    bias_policy: Any = None  # the L2 cache policy for the bias, in the warp that loads it

@@ -85,7 +85,7 @@ class TileLoads:
         s, barrier = cta.args.scores, cta.loaded.producer_get_barrier(state)
         if const_expr(self.bias is not None):
             part = self.part_of_scores(cta, "bias", s.bias, head)
-            self.load(part, tile_q, tile_k, state.index, barrier, self.bias_policy(s))
+            self.load(part, tile_q, tile_k, state.index, barrier, cta.bias_policy)
         if const_expr(self.mask is not None):
             part = self.part_of_scores(cta, "mask", s.mask, head)
             if is_full == 0:
@@ -100,7 +100,9 @@ class TileLoads:
 
     @cute.jit
     def bias_policy(self, args: ScoreArgs):
-        """The L2 cache policy for a bias: one that is not broadcast is read once."""
+        """The L2 cache policy for a bias that TMA loads: one that is not broadcast is read once."""
+        if const_expr(self.bias is None):
+            return None
         t = args.bias
         return Int64(EVICT_NORMAL) if t.head == 0 or t.batch == 0 else Int64(EVICT_FIRST)
 
