@@ -108,8 +108,8 @@ MUTATIONS = (
     Mutation(
         "lce_sort_any_slot_of_a_class",
         "quackish/ops/linear_cross_entropy/kernels/sort.py",
-        "cute.arch.atomic_min(a.first_slot_of_class + t, slot)",
-        "store_at(a.first_slot_of_class, t, slot)",
+        "cute.arch.atomic_min(args.first_slot_of_class + t, slot)",
+        "store_at(args.first_slot_of_class, t, slot)",
         "tests/emulator/test_emulate_details.py -k test_compact_and_sort_write_what_their_stand_ins_write",
     ),
     # RMSNorm's kernels

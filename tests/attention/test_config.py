@@ -6,24 +6,26 @@ import pytest
 
 from quackish.device import cubin
 from quackish.gpu import H200
-from quackish.ops.attention.problems import (
-    AttentionBiasProblem,
+from quackish.ops.attention.config import (
     AttentionConfig,
-    AttentionForwardProblem,
-    AttentionKeysProblem,
     AttentionMaskConfig,
-    AttentionMaskProblem,
     AttentionOrderConfig,
-    AttentionOrderProblem,
-    AttentionProductProblem,
-    AttentionQueriesProblem,
     AttentionRowsConfig,
-    AttentionRowsProblem,
     attention_config,
     attention_why_illegal,
     bias_parts,
     keys_ahead,
     own_in_registers,
+)
+from quackish.ops.attention.problems import (
+    AttentionBiasProblem,
+    AttentionForwardProblem,
+    AttentionKeysProblem,
+    AttentionMaskProblem,
+    AttentionOrderProblem,
+    AttentionProductProblem,
+    AttentionQueriesProblem,
+    AttentionRowsProblem,
 )
 from tests.variants import check_compiles, one_per, one_per_kernel
 

@@ -7,8 +7,9 @@ import torch
 
 import quackish
 from quackish.device.kernel_device import device_of
+from quackish.ops.attention.arguments import BLOCK, EMPTY, FULL, MIXED, OrderArgs, Strided
 from quackish.ops.attention.kernel_steps import layout_of_plan, steps_of, unknown_plan
-from quackish.ops.attention.problems import BLOCK, EMPTY, FULL, MIXED, AttentionOrderProblem, OrderArgs, Strided
+from quackish.ops.attention.problems import AttentionOrderProblem
 from quackish.ops.attention.reference import Inputs, Options
 from quackish.testing.errors import same_bits
 from tests.attention.cases import FP16, FP32, assert_right, case, step, truth

@@ -1,5 +1,7 @@
 """Bytes and FLOPs of launches, compared with tensors and the kernels' signatures."""
 
+import inspect
+
 import pytest
 import torch
 
@@ -73,6 +75,7 @@ def test_fake_args_match_the_problem(problem):
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     kernel_class = loaded(problem.spec.on["sm_90"].kernel)
     fake, _ = kernel_class(problem, choose(problem, H200).config).fake_args()
+    assert [*inspect.signature(kernel_class.__call__).parameters] == ["self", "args", "stream"]
     assert type(fake) is type(problem.args)
     assert absent(fake) == absent(problem.args)
 

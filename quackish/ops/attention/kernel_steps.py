@@ -1,4 +1,4 @@
-"""The steps of `reference/attention.py` with kernels: bf16 and fp16 on Hopper, with a bias or a mask.
+"""The steps of `reference.py` with kernels: bf16 and fp16 on Hopper, with a bias or a mask.
 
 Kernels read tensors in place if columns are contiguous and all rows start on 16 bytes; other q, k and v are copied. A
 bias or mask of any strides is read in place, but slower.
@@ -13,23 +13,15 @@ import torch
 from torch import Tensor
 
 from quackish.device import choose
+from quackish.device.arguments import by_name
 from quackish.device.cuda import address, dtype_name, name_of
 from quackish.device.kernel_device import KernelDevice
 from quackish.once import once
-from quackish.ops.attention.problems import (
+from quackish.ops.attention.arguments import (
     BLOCK,
     MAX_D,
     MIXED,
     ORDERED,
-    AttentionBiasProblem,
-    AttentionForwardProblem,
-    AttentionKeysProblem,
-    AttentionMaskProblem,
-    AttentionOrderProblem,
-    AttentionProblem,
-    AttentionProductProblem,
-    AttentionQueriesProblem,
-    AttentionRowsProblem,
     BiasArgs,
     ForwardArgs,
     KeysArgs,
@@ -40,9 +32,20 @@ from quackish.ops.attention.problems import (
     RowsArgs,
     ScoreArgs,
     Strided,
-    bias_parts,
 )
-from quackish.ops.attention.reference import Inputs, Options, strides_like
+from quackish.ops.attention.config import bias_parts
+from quackish.ops.attention.problems import (
+    AttentionBiasProblem,
+    AttentionForwardProblem,
+    AttentionKeysProblem,
+    AttentionMaskProblem,
+    AttentionOrderProblem,
+    AttentionProblem,
+    AttentionProductProblem,
+    AttentionQueriesProblem,
+    AttentionRowsProblem,
+)
+from quackish.ops.attention.reference import Gradients, Inputs, Options, strides_like
 
 Problem = AttentionProblem | AttentionMaskProblem | AttentionOrderProblem | AttentionRowsProblem
 
@@ -71,9 +74,9 @@ def why_unsupported(inputs: Inputs, need_dbias: bool = False) -> str:
 
 
 class AttentionSteps:
-    """The steps on one device, with the names and arguments of the functions in `reference/attention.py`.
+    """The steps on one device, with the names, arguments and results of the functions in `reference.py`.
 
-    Both also have `plan`, the result of the method of this name, which forward keeps for backward.
+    Both also take `plan`, the result of the method of this name, which forward keeps for backward.
     """
 
     def __init__(self, device: KernelDevice):
@@ -89,72 +92,97 @@ class AttentionSteps:
         mask = inputs.mask
         if mask is None:
             return None
-        layout = layout_of_plan(mask.shape, inputs.q.shape[2], inputs.k.shape[2])
+        num_q, num_k = inputs.q.shape[2], inputs.k.shape[2]
+        layout = layout_of_plan(mask.shape, num_q, num_k)
         plan = self._contiguous((layout.bytes,), torch.uint8)
+        batches, heads, rows, columns = mask.shape
         start = plan.data_ptr()
-        by_vectors = _is_aligned(mask, *mask.shape[2:]) and mask.shape[3] % 16 == 0
-        self._launch(
-            AttentionMaskProblem(by_vectors),
-            MaskArgs(_broadcast(mask, by_vectors), start + layout.classes, *mask.shape),
-        )
+
+        # classes of blocks
+        by_vectors = _is_aligned(mask, rows, columns) and columns % 16 == 0
+        of_mask = by_name(MaskArgs)(
+            mask=_broadcast(mask, by_vectors), classes=start + layout.classes, batches=batches, heads=heads, rows=rows,
+            columns=columns,
+        )  # fmt: skip
+        self._launch(AttentionMaskProblem(by_vectors), of_mask)
+
+        # order of tiles
         if options.has_band:
             return plan
         if layout.tiles == (1, 1):  # such as many small windows
             plan[: layout.classes].zero_()
-        else:
-            batches, heads = mask.shape[:2]
-            args = OrderArgs(
-                Strided(start + layout.classes, *layout.of_classes), start, start + layout.of_keys, batches, heads,
-                inputs.q.shape[2], inputs.k.shape[2],
-            )  # fmt: skip
-            self._launch(AttentionOrderProblem(), args)
+            return plan
+        of_order = by_name(OrderArgs)(
+            classes=Strided(start + layout.classes, *layout.of_classes), of_queries=start,
+            of_keys=start + layout.of_keys, batches=batches, heads=heads, num_q=num_q, num_k=num_k,
+        )  # fmt: skip
+        self._launch(AttentionOrderProblem(), of_order)
         return plan
 
     def forward(self, inputs: Inputs, options: Options, plan: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Launches one kernel."""
         inputs = _readable(inputs)
         q = inputs.q
         out, (lse, residual) = self._like(q), (self._contiguous(q.shape[:3], torch.float32) for _ in range(2))
         problem = AttentionForwardProblem(**_problem(inputs, options))
-        scores = _scores(inputs, plan, options, problem, self.device.gpu.sm_count)
-        self._launch(problem, ForwardArgs(scores, _strided(out), lse.data_ptr(), residual.data_ptr()))
+        args = by_name(ForwardArgs)(
+            scores=self._scores(inputs, plan, options, problem), o=_strided(out), lse=lse.data_ptr(),
+            lse_residual=residual.data_ptr(),
+        )  # fmt: skip
+        self._launch(problem, args)
         return out, lse, residual
 
     def backward(
         self, do: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, residual: Tensor, inputs: Inputs,
         options: Options, need_dbias: bool, plan: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    ) -> Gradients:  # fmt: skip
+        """Launches a kernel for statistics of rows, one for dk and dv, one for dq, and one for a broadcast bias."""
         q, k, v, bias, _ = inputs = _readable(inputs)
         do, out, lse, residual = _aligned(do), _aligned(out), lse.contiguous(), residual.contiguous()
         dlse = None if dlse is None else dlse.float().contiguous()
-        batch, heads, num_q, _ = q.shape
+        batch, heads, num_q, d = q.shape
         need_dbias = need_dbias and bias is not None
-        in_place = need_dbias and bias.shape[:2] == q.shape[:2]
+        in_place = need_dbias and bias.shape[:2] == q.shape[:2]  # not broadcast
         dbias = self._dbias(inputs, options) if in_place else None
         stats_row = (num_q + 3) // 4 * 4
         stats = self._contiguous((4, batch, heads, stats_row), torch.float32)
         dq, dk, dv = self._like(q), self._like(k), self._like(v)
-        fields = _problem(inputs, options)
+        fields, grad, at_stats = _problem(inputs, options), _strided(do), stats.data_ptr()
 
-        of_stats, grad = dict(stats=stats.data_ptr(), stats_row=stats_row), _strided(do)
-        rows = RowsArgs(_strided(out), grad, lse.data_ptr(), residual.data_ptr(), address(dlse), **of_stats,
-                        batch=batch, heads=heads, num_q=num_q, d=q.shape[3])  # fmt: skip
-        self._launch(AttentionRowsProblem(fields["dtype"], dlse is not None), rows)
+        # statistics of rows
+        of_rows = by_name(RowsArgs)(
+            o=_strided(out), do=grad, lse=lse.data_ptr(), lse_residual=residual.data_ptr(), dlse=address(dlse),
+            stats=at_stats, stats_row=stats_row, batch=batch, heads=heads, num_q=num_q, d=d,
+        )  # fmt: skip
+        self._launch(AttentionRowsProblem(fields["dtype"], dlse is not None), of_rows)
 
-        # No launch in between: the kernel for dq relies on what the kernel for dk and dv waited for.
+        # dk, dv, and dbias in place. No launch follows before dq's, which relies on what this kernel waited for.
         problem = AttentionKeysProblem(**fields, dbias=in_place)
-        scores = _scores(inputs, plan, options, problem, self.device.gpu.sm_count)
+        scores = self._scores(inputs, plan, options, problem)
         ds = None if dbias is None else _strided(dbias)
-        of_keys = scores._replace(order=_order(inputs, plan, problem, of_keys=True))
-        self._launch(problem, KeysArgs(of_keys, grad, **of_stats, dk=_strided(dk), dv=_strided(dv), dbias=ds))
+        of_keys = by_name(KeysArgs)(
+            scores=scores._replace(order=_order(inputs, plan, problem, of_keys=True)), do=grad, stats=at_stats,
+            stats_row=stats_row, dk=_strided(dk), dv=_strided(dv), dbias=ds,
+        )  # fmt: skip
+        self._launch(problem, of_keys)
+
+        # dq: from ds if dbias holds it, else with ds computed again
         if problem.ds_is_dbias:
-            of_product = fields | dict(bias_dtype=None, bias_aligned=True, mask_aligned=False)
-            product = AttentionProductProblem(**of_product)
-            self._launch(product, ProductArgs(scores._replace(bias=None, mask=None), ds, _strided(dq)))
+            product = AttentionProductProblem(**fields | dict(bias_dtype=None, bias_aligned=True, mask_aligned=False))
+            without = scores._replace(bias=None, mask=None)
+            self._launch(product, by_name(ProductArgs)(scores=without, ds=ds, dq=_strided(dq)))
         else:
-            self._launch(AttentionQueriesProblem(**fields), QueriesArgs(scores, grad, **of_stats, dq=_strided(dq)))
+            of_queries = by_name(QueriesArgs)(
+                scores=scores, do=grad, stats=at_stats, stats_row=stats_row, dq=_strided(dq)
+            )
+            self._launch(AttentionQueriesProblem(**fields), of_queries)
+
         if need_dbias and not in_place:
-            dbias = self._broadcast_dbias(bias, scores, grad, of_stats, fields)
-        return dq, dk, dv, dbias
+            unfilled = by_name(BiasArgs)(
+                scores=scores._replace(order=None), do=grad, stats=at_stats, stats_row=stats_row
+            )
+            dbias = self._broadcast_dbias(bias, unfilled, fields)
+        return Gradients(dq, dk, dv, dbias)
 
     def _dbias(self, inputs: Inputs, options: Options) -> Tensor:
         """Memory for the gradient of a bias that is not broadcast."""
@@ -163,22 +191,40 @@ class AttentionSteps:
         writes_all = inputs.mask is None and options.left is None and options.right is None
         return dbias if writes_all else dbias.zero_()
 
-    def _broadcast_dbias(
-        self, bias: Tensor, scores: ScoreArgs, grad: Strided, of_stats: dict[str, int], fields: dict[str, Any]
-    ) -> Tensor:
-        """The gradient of a bias that is broadcast over batch or heads."""
-        batch, heads = bias.shape[:2]
+    def _broadcast_dbias(self, bias: Tensor, args: BiasArgs, fields: dict[str, Any]) -> Tensor:
+        """The gradient of a bias that is broadcast over batch or heads. args: without what describes dbias."""
+        scores, (batch, heads) = args.scores, bias.shape[:2]
         shape = (batch, heads, scores.num_q, scores.num_k)
-        gpu = self.device.gpu
-        parts = bias_parts(scores.batch // batch * (scores.heads // heads), batch * heads, *shape[2:], gpu.sm_count)
+        summed = scores.batch // batch * (scores.heads // heads)
+        parts = bias_parts(summed, batch * heads, scores.num_q, scores.num_k, self.device.gpu.sm_count)
         sums = self._rows_of_16_bytes((parts, *shape), torch.float32 if parts > 1 else bias.dtype)
         part, *strides = sums.stride()[:-1]
-        args = BiasArgs(scores._replace(order=None), grad, **of_stats, dbias=Strided(sums.data_ptr(), *strides),
-                        part=part, parts=parts, batches=batch, bias_heads=heads)  # fmt: skip
+        args = args._replace(
+            dbias=Strided(sums.data_ptr(), *strides), part=part, parts=parts, batches=batch, bias_heads=heads
+        )
         in_parts = parts > 1 and bias.dtype != torch.float32  # in fp32 both are one kernel
         self._launch(AttentionBiasProblem(**fields, in_parts=in_parts), args)
         total = sums.sum(0) if parts > 1 else sums[0]
-        return total[..., : shape[3]].to(bias.dtype)
+        return total[..., : scores.num_k].to(bias.dtype)
+
+    def _scores(self, inputs: Inputs, plan: Tensor | None, options: Options, problem: AttentionProblem) -> ScoreArgs:
+        """What the scores depend on, with the order of queries' tiles."""
+        q, k, v, bias, mask = inputs
+        left = right = None
+        if problem.band:
+            left, right = _bounded(options.left), _bounded(options.right)
+        batch, heads, num_q, d = q.shape
+        classes = None
+        if mask is not None:
+            layout = layout_of_plan(mask.shape, num_q, k.shape[2])
+            classes = Strided(plan.data_ptr() + layout.classes, *layout.of_classes)
+        return ScoreArgs(
+            q=_strided(q), k=_strided(k), v=_strided(v), bias=_broadcast(bias, problem.bias_aligned),
+            mask=_broadcast(mask, problem.mask_aligned), classes=classes,
+            order=_order(inputs, plan, problem, of_keys=False), scale=options.scale, softcap=options.softcap,
+            left=left, right=right, batch=batch, heads=heads, group=heads // k.shape[1], num_q=num_q,
+            num_k=k.shape[2], d=d, max_ctas=self.device.gpu.sm_count,
+        )  # fmt: skip
 
     def _rows_of_16_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory with more columns than `shape`, if its rows would not start on 16 bytes."""
@@ -336,6 +382,10 @@ def _broadcast(t: Tensor | None, aligned: bool) -> Strided | None:
     return Strided(t.data_ptr(), batch, head, row, None if aligned else column)
 
 
+def _bounded(n: int | None) -> int:
+    return _UNBOUNDED if n is None else min(n, _UNBOUNDED)
+
+
 def _problem(inputs: Inputs, options: Options) -> dict[str, Any]:
     q, k, _, bias, mask = inputs
     num_q, num_k = q.shape[2], k.shape[2]
@@ -344,28 +394,4 @@ def _problem(inputs: Inputs, options: Options) -> dict[str, Any]:
         bias_aligned=_is_aligned(bias, num_q, num_k), mask=mask is not None,
         mask_aligned=_is_aligned(mask, num_q, num_k), softcap=options.softcap is not None,
         band=options.has_band,
-    )  # fmt: skip
-
-
-def _scores(
-    inputs: Inputs, plan: Tensor | None, options: Options, problem: AttentionProblem, max_ctas: int
-) -> ScoreArgs:  # fmt: skip
-    """With the order of tiles of queries."""
-    q, k, v, bias, mask = inputs
-    bounds: dict[str, int] = {}
-    if problem.band:
-        bounds = dict(
-            left=_UNBOUNDED if options.left is None else min(options.left, _UNBOUNDED),
-            right=_UNBOUNDED if options.right is None else min(options.right, _UNBOUNDED),
-        )
-    batch, heads, num_q, d = q.shape
-    classes = None
-    if mask is not None:
-        layout = layout_of_plan(mask.shape, num_q, k.shape[2])
-        classes = Strided(plan.data_ptr() + layout.classes, *layout.of_classes)
-    return ScoreArgs(
-        q=_strided(q), k=_strided(k), v=_strided(v), bias=_broadcast(bias, problem.bias_aligned),
-        mask=_broadcast(mask, problem.mask_aligned), classes=classes,
-        order=_order(inputs, plan, problem, of_keys=False), scale=options.scale, softcap=options.softcap, **bounds,
-        batch=batch, heads=heads, group=heads // k.shape[1], num_q=num_q, num_k=k.shape[2], d=d, max_ctas=max_ctas,
     )  # fmt: skip

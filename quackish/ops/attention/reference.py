@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 MAX_SCORES = 1 << 24
-LARGE = 2.0**12  # as in configs/attention.py
+LARGE = 2.0**12  # as in `arguments.py`
 
 
 class Inputs(NamedTuple):
@@ -40,6 +40,15 @@ class Options(NamedTuple):
     @property
     def has_band(self) -> bool:
         return self.left is not None or self.right is not None
+
+
+class Gradients(NamedTuple):
+    """Each gradient has the shape and dtype of its tensor."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dbias: Tensor | None
 
 
 def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor, Tensor]:
@@ -76,8 +85,7 @@ def backward(
     inputs: Inputs,
     options: Options,
     need_dbias: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(dq, dk, dv, dbias) in the dtypes of q, k, v and bias."""
+) -> Gradients:
     q, k, v, bias, _ = inputs
     wide = _wide(q.dtype)
     need_dbias = need_dbias and bias is not None
@@ -86,7 +94,7 @@ def backward(
     dbias = torch.zeros(bias.shape, dtype=bias.dtype, device=bias.device) if need_dbias else None
     of_one_row = torch.zeros_like(dbias, dtype=wide) if need_dbias and bias.shape[2] == 1 else None
     if not q.numel() or not k.numel():
-        return dq, dk.to(k.dtype), dv.to(v.dtype), dbias
+        return Gradients(dq, dk.to(k.dtype), dv.to(v.dtype), dbias)
     wide_k, wide_v = k.to(wide), v.to(wide)
     for rows in _chunks(inputs):
         x, tanh = _scores(inputs, wide_k, rows, options)
@@ -111,7 +119,7 @@ def backward(
         dk += _matmul_transposed(ds, q[:, :, rows].to(wide), dk)
     if of_one_row is not None:
         dbias = of_one_row.to(bias.dtype)
-    return dq, dk.to(k.dtype), dv.to(v.dtype), dbias
+    return Gradients(dq, dk.to(k.dtype), dv.to(v.dtype), dbias)
 
 
 def strides_like(t: Tensor, columns: int) -> tuple[int, ...]:

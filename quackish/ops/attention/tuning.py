@@ -13,23 +13,17 @@ from torch import Tensor
 from quackish.device.kernel_device import KernelDevice, require_device
 from quackish.device.spec import Tuning
 from quackish.gpu import Gpu
+from quackish.ops.attention.arguments import Strided
+from quackish.ops.attention.config import REGISTERS, AttentionConfig
 from quackish.ops.attention.kernel_steps import AttentionSteps
-from quackish.ops.attention.problems import (
-    REGISTERS,
-    TILES,
-    AttentionConfig,
-    AttentionProblem,
-    AttentionProductProblem,
-    Strided,
-)
+from quackish.ops.attention.problems import AttentionProblem, AttentionProductProblem
 from quackish.ops.attention.reference import Inputs, Options
 
 _ALIGNED = 16  # columns: TMA loads rows of a bias or a mask that start on 16 bytes
 
 
 def _attention_configs(problem: AttentionProblem, base: AttentionConfig, gpu: Gpu) -> Iterator[AttentionConfig]:
-    tiles = {tile for tiles in TILES.values() for tile in tiles}
-    for values in itertools.product(REGISTERS, tiles, range(1, 7), (1, 2)):
+    for values in itertools.product(REGISTERS, problem.tiles, range(1, 7), problem.own_stages):
         yield AttentionConfig(*values)
 
 

@@ -7,8 +7,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from quackish.kernels.memory import load_at
+from quackish.ops.attention.arguments import ScoreArgs, Strided
 from quackish.ops.attention.kernels.mask_walk import MaskWalk
-from quackish.ops.attention.problems import ScoreArgs, Strided
 
 
 class Head(NamedTuple):
@@ -88,7 +88,7 @@ class AttentionItems(MaskWalk):
     @cute.jit
     def item_at(self, tile: Int32, head: Head, s: ScoreArgs) -> Item:
         first, last = self.key_tiles(s, tile * self.tile_q, self.tile_q, self.tile_k)
-        return Item(head, tile, first, last)
+        return Item(head=head, tile=tile, first=first, last=last)
 
     @cute.jit
     def key_tiles(self, args: ScoreArgs, q0: Int32, queries: cutlass.Constexpr[int], tile: cutlass.Constexpr[int]):

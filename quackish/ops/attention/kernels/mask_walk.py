@@ -13,7 +13,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from quackish.kernels.memory import load_at
-from quackish.ops.attention.problems import BLOCK, EMPTY, FULL, ScoreArgs
+from quackish.ops.attention.arguments import BLOCK, EMPTY, FULL, ScoreArgs
+from quackish.ops.attention.kernels.cta import Cta
 
 
 class Tiles(NamedTuple):
@@ -64,7 +65,7 @@ class MaskWalk:
         return item.head, item.tile * self.tile_q, n * self.tile_k
 
     @cute.jit
-    def tiles(self, start: Int32, item, args) -> Tiles:
+    def tiles_at(self, start: Int32, item, args) -> Tiles:
         """Tiles start to start + 31, for a whole warp. args: those of the kernel."""
         n = start + cute.arch.lane_idx()
         head, q0, k0 = self.place(cutlass.min(n, item.last - 1), item, args)
@@ -78,46 +79,44 @@ class MaskWalk:
         """The number of an item's tiles to do, for a whole warp."""
         count = Int32(0)
         for start in cutlass.range(item.first, item.last, 32, unroll=1):
-            count = count + cute.arch.popc(self.tiles(start, item, args).to_do)
+            count = count + cute.arch.popc(self.tiles_at(start, item, args).to_do)
         return count
 
     @cute.jit
-    def load_item(self, loads, item, args, loaded, state, sWalk, at_least: cutlass.Constexpr[int]):
-        """Loads an item's tiles by the kernel's `load_tile`, and returns the pipeline state after them.
-
-        at_least: 1 if one tile is loaded even where a mask leaves the item none, else 0.
-        """
+    def load_item(self, cta: Cta, item, state):
+        """Loads an item's tiles by the kernel's `load_tile`, and returns the pipeline state after them."""
+        loaded = cta.loaded
         if const_expr(self.problem.mask):
             done = Int32(0)
             for start in cutlass.range(item.first, item.last, 32, unroll=1):
-                walk = self.tiles(start, item, args)
+                walk = self.tiles_at(start, item, cta.args)
                 to_do, full = walk.to_do, walk.full
-                if const_expr(at_least == 1):
+                if const_expr(self.least_tiles == 1):
                     if (start + 32 >= item.last) & (done == 0) & (to_do == 0):
                         to_do = Int32(1)
                 while to_do != 0:
                     n, is_full = first_of(Tiles(start, to_do, full))
-                    self.acquire(loaded, state, self.stage_bytes, sWalk, n, is_full)
-                    self.load_tile(loads, item, args, n, loaded, state, is_full)
+                    self.acquire(cta, state, n, is_full)
+                    self.load_tile(cta, item, n, state, is_full)
                     state.advance()
                     to_do = to_do & (to_do - 1)
                     done = Int32(1)
         else:
             for n in cutlass.range(item.first, item.last, unroll=1):
                 loaded.producer_acquire(state)
-                self.load_tile(loads, item, args, n, loaded, state, None)
+                self.load_tile(cta, item, n, state, None)
                 state.advance()
         return state
 
     @cute.jit
-    def last_of(self, item, args, at_least: cutlass.Constexpr[int]) -> Int32:
+    def last_of(self, item, args) -> Int32:
         """Where the loop of a consumer from item.first ends, so that it has as many tiles as `load_item` loads.
 
         For a whole warp.
         """
         if const_expr(not self.problem.mask):
             return item.last
-        return item.first + cutlass.max(self.count(item, args), at_least)
+        return item.first + cutlass.max(self.count(item, args), self.least_tiles)
 
     # What producers tell the consumers
 
@@ -128,13 +127,14 @@ class MaskWalk:
         return smem.allocate_tensor(Int32, cute.make_layout((self.config.num_stages,)), 16)
 
     @cute.jit
-    def acquire(self, loaded, state, num_bytes: cutlass.Constexpr[int], sWalk: cute.Tensor, n: Int32, is_full: Int32):
-        """`producer_acquire` for tile n, with num_bytes bytes, among them the mask's if it is loaded."""
+    def acquire(self, cta: Cta, state, n: Int32, is_full: Int32):
+        """`producer_acquire` for tile n, without the bytes of a mask that is not loaded."""
+        loaded, walk, num_bytes = cta.loaded, cta.walk, self.stage_bytes
         loaded.sync_object_empty.wait(state.index, state.phase)
         if const_expr(self.mask is not None):
             num_bytes = num_bytes - is_full * self.mask.bytes
         with cute.arch.elect_one():
-            sWalk[state.index] = n * 2 + is_full
+            walk[state.index] = n * 2 + is_full
             cute.arch.mbarrier_arrive_and_expect_tx(loaded.producer_get_barrier(state), num_bytes)
 
     @cute.jit
@@ -144,9 +144,9 @@ class MaskWalk:
         loaded.consumer_release(state)
 
     @cute.jit
-    def loaded_tile(self, sWalk, stage: Int32, n: Int32, is_known_full: cutlass.Constexpr[bool] = True):
+    def loaded_tile(self, walk, stage: Int32, n: Int32, is_known_full: cutlass.Constexpr[bool] = True):
         """(tile, `is_full` of `scores`, or None to always mask) of a loaded stage; without a mask it is tile n."""
-        if const_expr(sWalk is None):
+        if const_expr(walk is None):
             return n, None
-        word = read_word(sWalk, stage)
+        word = read_word(walk, stage)
         return word // 2, word % 2 if const_expr(is_known_full) else None

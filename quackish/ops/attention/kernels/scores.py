@@ -13,38 +13,29 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from quackish.kernels.math import LOG2_E, tanh
 from quackish.kernels.memory import load_at, vector_at
+from quackish.ops.attention.arguments import BLOCK, ScoreArgs
+from quackish.ops.attention.kernels.cta import Cta
 from quackish.ops.attention.kernels.items import Head
 from quackish.ops.attention.kernels.swizzled_tile import SwizzledTile
-from quackish.ops.attention.problems import BLOCK, ScoreArgs
 
 
-class Block(NamedTuple):
-    """A warp group's part of a tile of scores, and a thread of the warp group."""
+class ScoreBlock(NamedTuple):
+    """A warp group's (block_q, block_k) part of a tile of scores, and a thread of the warp group."""
 
     head: Head
-    q0: Int32  # first query and key of the part
-    k0: Int32
-    queries: int  # their numbers
-    keys: int
+    q0: Int32  # first query of the part
+    k0: Int32  # first key
     wg: Int32  # from 0
     thread: Int32
-
-
-class ScoreTiles(NamedTuple):
-    """Tiles of bias and mask in shared memory, per stage; None if they are not loaded."""
-
-    bias: cute.Tensor | None
-    mask: cute.Tensor | None
 
 
 class Shift(NamedTuple):
     """What backward subtracts from scores."""
 
     values: cute.Tensor  # like an accumulator
-    any_large: Boolean  # True if one of the warp's rows has an infinite shift: see kernels/attention/rows.py
+    any_large: Boolean  # True if one of the warp's rows has an infinite shift: see `AttentionRows`
     n: Int32  # the block's tile is the n-th one of `item`
     item: NamedTuple
-    args: NamedTuple  # of the kernel
 
 
 @cute.jit
@@ -55,7 +46,7 @@ def pair_rows(thread: Int32) -> Int32:
 
 class AttentionScores:
     @cute.jit
-    def position(self, block: Block, i: cutlass.Constexpr[int]):
+    def position(self, block: ScoreBlock, i: cutlass.Constexpr[int]):
         """(query, key) of value i of an accumulator."""
         row = pair_rows(block.thread) + i // 2 % 2 * 8
         column = block.thread % 4 * 2 + (i // 4 * 8 + i % 2)
@@ -65,14 +56,14 @@ class AttentionScores:
 
     @cute.jit
     def scores(
-        self, acc: cute.Tensor, args: ScoreArgs, tiles: ScoreTiles, stage: Int32, block: Block,
-        shift: Shift | None, tanhs, is_full=None,
-    ):  # fmt: skip
+        self, acc: cute.Tensor, cta: Cta, stage: Int32, block: ScoreBlock, shift: Shift | None, tanhs, is_full=None
+    ):
         """acc = log2(e) * x - shift for acc = q k^T; or x / `unit_of_scores` without a shift.
 
         tanhs, for the softcap's tanh, is a tensor like acc, or None. is_full: 1 if the mask leaves all keys, else 0;
         None if unknown.
         """
+        args = cta.args.scores
         factor = args.scale
         if const_expr(self.problem.softcap):
             inner, factor = args.scale / args.softcap, args.softcap
@@ -81,30 +72,29 @@ class AttentionScores:
                 if const_expr(tanhs is not None):
                     tanhs[i] = acc[i]
         if const_expr(shift is None):
-            self.add_terms(acc, factor, args, tiles, stage, block, None)
+            self.add_terms(acc, factor, cta, stage, block, None)
         elif not shift.any_large:
-            self.add_terms(acc, factor, args, tiles, stage, block, shift.values)
+            self.add_terms(acc, factor, cta, stage, block, shift.values)
         else:
             # Opaque: addresses that are the same for all tiles of an item were computed before it, and spilled.
             thread = cute.arch.shuffle_sync_bfly(block.thread, offset=0)
             block = block._replace(q0=cute.arch.make_warp_uniform(block.q0), thread=thread)
-            self.add_terms(acc, factor, args, tiles, stage, block, None)
-            self.subtract(acc, args, block, shift)
+            self.add_terms(acc, factor, cta, stage, block, None)
+            self.subtract(acc, cta, block, shift)
         if const_expr(self.problem.mask and is_full is None):
-            self.mask_out(acc, args, tiles, stage, block)
+            self.mask_out(acc, cta, stage, block)
         elif const_expr(self.problem.mask):
             if is_full == 0:
-                self.mask_out(acc, args, tiles, stage, block)
+                self.mask_out(acc, cta, stage, block)
         if self.cuts(args, block):
             for i in cutlass.range_constexpr(cute.size(acc)):
                 if not self.takes_part(args, *self.position(block, i)):
                     acc[i] = -Float32.inf
 
     @cute.jit
-    def add_terms(
-        self, acc: cute.Tensor, factor: Float32, args: ScoreArgs, tiles: ScoreTiles, stage: Int32, block: Block, shift
-    ):  # fmt: skip
+    def add_terms(self, acc: cute.Tensor, factor: Float32, cta: Cta, stage: Int32, block: ScoreBlock, shift):
         """acc = log2(e) * x - shift for a shift like acc; x / `unit_of_scores` for None. factor: of q k^T."""
+        args = cta.args.scores
         if const_expr(self.are_scaled_later and shift is None):
             if args.scale <= 0.0:
                 for i in cutlass.range_constexpr(cute.size(acc)):
@@ -115,20 +105,21 @@ class AttentionScores:
         elif const_expr(self.bias is None):
             self.add_global_bias(acc, factor, args, block, shift)
         elif const_expr(self.bias.itemsize == 2):
-            self.add_bias(acc, factor, tiles.bias[None, None, stage].iterator, block, shift)
+            self.add_bias(acc, factor, cta.shared.bias[None, None, stage].iterator, block, shift)
         else:
-            self.add_fp32_bias(acc, factor, tiles.bias[None, None, stage].iterator, block, shift)
+            self.add_fp32_bias(acc, factor, cta.shared.bias[None, None, stage].iterator, block, shift)
 
     @cute.jit
-    def subtract(self, acc: cute.Tensor, args: ScoreArgs, block: Block, shift: Shift):
+    def subtract(self, acc: cute.Tensor, cta: Cta, block: ScoreBlock, shift: Shift):
         """acc = `scores` with a shift, for acc = x / `unit_of_scores`.
 
         Two values per row are selected, not two scores, and x is computed before they are read: otherwise up to 32
         bytes spill.
         """
-        head, _, _ = self.place(shift.n, shift.item, shift.args)
+        args = cta.args.scores
+        head, _, _ = self.place(shift.n, shift.item, cta.args)
         of_head = cute.arch.make_warp_uniform(head.batch * args.heads + head.query_head)
-        pairs = shift.args.stats + Int64(2 * args.batch * args.heads + 2 * of_head) * shift.args.stats_row
+        pairs = cta.args.stats + Int64(2 * args.batch * args.heads + 2 * of_head) * cta.args.stats_row
         unit = self.unit_of_scores(args)
         for i in cutlass.range_constexpr(cute.size(acc)):
             row = cutlass.min(self.position(block, i)[0], args.num_q - 1)
@@ -138,12 +129,12 @@ class AttentionScores:
             acc[i] = cute.math.fma(above, Float32(LOG2_E), -(pair[1] if is_large else shift.values[i]))
 
     @cute.jit
-    def shift(self, values: cute.Tensor, of_lane: cute.Tensor, n: Int32, item, args) -> Shift:
+    def shift(self, values: cute.Tensor, of_lane: cute.Tensor, n: Int32, item) -> Shift:
         """of_lane: shifts, in all lanes together those of all rows of the warp."""
         largest = of_lane[0]
         for i in cutlass.range_constexpr(1, cute.size(of_lane)):
             largest = cute.arch.fmax(largest, of_lane[i])
-        return Shift(values, cute.arch.vote_any_sync(largest == Float32.inf), n, item, args)
+        return Shift(values, cute.arch.vote_any_sync(largest == Float32.inf), n, item)
 
     @property
     def are_scaled_later(self) -> bool:
@@ -158,12 +149,12 @@ class AttentionScores:
         return Float32(1.0) if args.scale <= 0.0 else args.scale
 
     @cute.jit
-    def cuts(self, args: ScoreArgs, block: Block) -> Boolean:
+    def cuts(self, args: ScoreArgs, block: ScoreBlock) -> Boolean:
         """True if some keys of the block take no part for another reason than the mask."""
-        last_k = block.k0 + block.keys - 1
+        last_k = block.k0 + self.block_k - 1
         cut = last_k >= args.num_k
         if const_expr(self.problem.band):
-            last_q = block.q0 + block.queries - 1
+            last_q = block.q0 + self.block_q - 1
             cut = cut | (block.k0 + args.left < last_q) | (last_k > block.q0 + args.right)
         return cut
 
@@ -174,7 +165,7 @@ class AttentionScores:
             part = part & (k + args.left >= q) & (k <= q + args.right)
         return part
 
-    def fragment(self, tile: SwizzledTile, pointer, block: Block):
+    def fragment(self, tile: SwizzledTile, pointer, block: ScoreBlock):
         """A function from an even j to the address of columns 8 j to 8 j + 15 of the accumulator."""
         if self.rows_are_queries:
             base = tile.rows_base(pointer, block.wg * BLOCK, block.thread)
@@ -193,7 +184,7 @@ class AttentionScores:
             acc[i] = acc[i] * (factor * LOG2_E) + added
 
     @cute.jit
-    def add_bias(self, acc: cute.Tensor, factor: Float32, bias: cute.Pointer, block: Block, shift):
+    def add_bias(self, acc: cute.Tensor, factor: Float32, bias: cute.Pointer, block: ScoreBlock, shift):
         address = self.fragment(self.bias, bias, block)
         for j in cutlass.range_constexpr(0, cute.size(acc) // 4, 2):
             values = self.bias.load(address(j), not self.rows_are_queries).to(Float32)
@@ -201,7 +192,7 @@ class AttentionScores:
                 self.add(acc, 4 * j + i, factor, values[i], shift)
 
     @cute.jit
-    def add_fp32_bias(self, acc: cute.Tensor, factor: Float32, bias: cute.Pointer, block: Block, shift):
+    def add_fp32_bias(self, acc: cute.Tensor, factor: Float32, bias: cute.Pointer, block: ScoreBlock, shift):
         row, column = pair_rows(block.thread), block.thread % 4 * 2
         for i in cutlass.range_constexpr(0, cute.size(acc), 2):
             r, c = row + i // 2 % 2 * 8 + block.wg * BLOCK, column + i // 4 * 8
@@ -214,7 +205,7 @@ class AttentionScores:
                     self.add(acc, i + n, factor, self.bias.element(bias, c + n, r, 1)[0], shift)
 
     @cute.jit
-    def add_global_bias(self, acc: cute.Tensor, factor: Float32, args: ScoreArgs, block: Block, shift):
+    def add_global_bias(self, acc: cute.Tensor, factor: Float32, args: ScoreArgs, block: ScoreBlock, shift):
         base = self.start(args.bias, block.head)
         for i in cutlass.range_constexpr(cute.size(acc)):
             q, k = self.position(block, i)
@@ -233,7 +224,8 @@ class AttentionScores:
         return cute.make_tensor(values + thread % 4 * 2, layout)
 
     @cute.jit
-    def mask_out(self, acc: cute.Tensor, args: ScoreArgs, tiles: ScoreTiles, stage: Int32, block: Block):
+    def mask_out(self, acc: cute.Tensor, cta: Cta, stage: Int32, block: ScoreBlock):
+        args = cta.args.scores
         if const_expr(self.mask is None):
             base = self.start(args.mask, block.head)
             for i in cutlass.range_constexpr(cute.size(acc)):
@@ -244,7 +236,7 @@ class AttentionScores:
                 if keep == 0:
                     acc[i] = -Float32.inf
         else:
-            mask = tiles.mask[None, None, stage].iterator
+            mask = cta.shared.mask[None, None, stage].iterator
             row, column = pair_rows(block.thread), block.thread % 4 * 2
             for i in cutlass.range_constexpr(0, cute.size(acc), 2):
                 r, c = row + i // 2 % 2 * 8 + block.wg * BLOCK, column + i // 4 * 8

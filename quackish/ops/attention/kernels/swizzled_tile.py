@@ -26,7 +26,9 @@ class SwizzledTile:
         """Of `count` tiles: (rows, columns, count)."""
         return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (self.rows, 64, self.columns), self.dtype, count)
 
-    def allocate(self, smem, layout):
+    def allocate(self, smem, count: int):
+        """`count` tiles in shared memory: (rows, columns, count)."""
+        layout = self.layout(count)
         return smem.allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
 
     def _swizzle(self, row):

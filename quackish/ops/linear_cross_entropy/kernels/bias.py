@@ -22,11 +22,11 @@ class LceBias(RowKernel):
         self.groups = config.threads // config.lanes
 
     @cute.jit
-    def __call__(self, a: BiasArgs, stream: CUstream):
-        self.kernel(a).launch(**self.launch_options(cute.ceil_div(a.n, self.columns), stream, smem_carveout=50))
+    def __call__(self, args: BiasArgs, stream: CUstream):
+        self.kernel(args).launch(**self.launch_options(cute.ceil_div(args.n, self.columns), stream, smem_carveout=50))
 
     @cute.kernel
-    def kernel(self, a: BiasArgs):
+    def kernel(self, args: BiasArgs):
         after_previous()
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
@@ -34,23 +34,23 @@ class LceBias(RowKernel):
         sSums = smem.allocate_tensor(Float32, cute.make_layout(self.groups * self.columns), byte_alignment=16)
         lane, group = tid % self.config.lanes, tid // self.config.lanes
         col = cta * self.columns + lane * 8
-        live = cutlass.min(load_at(a.num_live, 0) - a.start, a.rows)
+        live = cutlass.min(load_at(args.num_live, 0) - args.start, args.rows)
 
         # sum this thread's rows, with a batch of loads in flight
         batch, groups = const_expr(4), self.groups
-        raw = cute.make_rmem_tensor((8, batch), a.exp_logits.dtype)
+        raw = cute.make_rmem_tensor((8, batch), args.exp_logits.dtype)
         rScale = cute.make_rmem_tensor((batch,), Float32)
         rScale.fill(1.0)
         acc = cute.make_rmem_tensor((8,), Float32)
         acc.fill(0.0)
-        if col < a.n:
+        if col < args.n:
             for i in cutlass.range(group, live, groups * batch, unroll=1):
                 for b in cutlass.range_constexpr(batch):
                     if i + b * groups < live:
-                        offset = Int64(i + b * groups) * a.exp_logits_stride + col
-                        raw[None, b].store(vector_at(a.exp_logits, offset, 8).load())
-                        if const_expr(a.row_scale is not None):
-                            rScale[b] = load_at(a.row_scale, i + b * groups)
+                        offset = Int64(i + b * groups) * args.exp_logits_stride + col
+                        raw[None, b].store(vector_at(args.exp_logits, offset, 8).load())
+                        if const_expr(args.row_scale is not None):
+                            rScale[b] = load_at(args.row_scale, i + b * groups)
                 for b in cutlass.range_constexpr(batch):
                     if i + b * groups < live:
                         acc.store(acc.load() + raw[None, b].load().to(Float32) * rScale[b])
@@ -62,6 +62,6 @@ class LceBias(RowKernel):
             total = Float32(0.0)
             for k in cutlass.range(groups, unroll=8):
                 total += sSums[k * self.columns + j]
-            if cta * self.columns + j < a.n:
-                out = cute.make_tensor(a.db + (cta * self.columns + j), cute.make_layout(1))
+            if cta * self.columns + j < args.n:
+                out = cute.make_tensor(args.db + (cta * self.columns + j), cute.make_layout(1))
                 out[0] = out[0] + total if const_expr(self.problem.accumulate) else total

@@ -29,12 +29,12 @@ class LceGather(RowKernel):
     config: LceRowsConfig
 
     @cute.jit
-    def __call__(self, a: GatherArgs, stream: CUstream):
-        a = with_row_state(a, a.start)
-        self.kernel(a).launch(**self.launch_options(cute.ceil_div(a.rows, self.num_warps), stream))
+    def __call__(self, args: GatherArgs, stream: CUstream):
+        args = with_row_state(args, args.start)
+        self.kernel(args).launch(**self.launch_options(cute.ceil_div(args.rows, self.num_warps), stream))
 
     @cute.kernel
-    def kernel(self, a: GatherArgs):
+    def kernel(self, args: GatherArgs):
         after_previous()
         h = self.problem.h
         tid, _, _ = cute.arch.thread_idx()
@@ -45,58 +45,58 @@ class LceGather(RowKernel):
         if const_expr(not self.problem.only_live_x):
             # clear the flags: one per thread is enough, as a row has 32 threads
             flag = cta * self.config.threads + tid
-            if flag < 1 + cute.ceil_div(a.rows, ROW_TILE):
-                store_at(a.state.flags, flag, Int32(0))
+            if flag < 1 + cute.ceil_div(args.rows, ROW_TILE):
+                store_at(args.state.flags, flag, Int32(0))
 
-        if i < a.rows:
-            live = load_at(a.state.num_live, 0) - a.start  # rows of this chunk
-            r = load_at(a.state.order, a.start + i)
+        if i < args.rows:
+            live = load_at(args.state.num_live, 0) - args.start  # rows of this chunk
+            r = load_at(args.state.order, args.start + i)
             if const_expr(self.problem.return_stats):
                 if lane == 0:
-                    store_at(a.argmax_bits, i, Int64(-(2**63)))
+                    store_at(args.argmax_bits, i, Int64(-(2**63)))
             if i < live:
-                x, live_x = a.x + Int64(r) * a.x_stride, a.live_x + Int64(i) * h
+                x, live_x = args.x + Int64(r) * args.x_stride, args.live_x + Int64(i) * h
                 if const_expr(self.problem.only_live_x):
                     self.copy_and_dot(x, None, live_x, lane)
                 else:
-                    self.target(a, i, load_at(a.target, r).to(Int64), x, live_x, lane)
+                    self.target(args, i, load_at(args.target, r).to(Int64), x, live_x, lane)
             else:
                 if i < rounded_up(live):
-                    fill_row(a.live_x + Int64(i) * h, h, lane, 0.0)
+                    fill_row(args.live_x + Int64(i) * h, h, lane, 0.0)
                 if const_expr(not self.problem.only_live_x):
-                    self.ignored_row(a, i, r, lane)
+                    self.ignored_row(args, i, r, lane)
 
     @cute.jit
-    def target(self, a: GatherArgs, i: Int32, t: Int64, x: cute.Pointer, live_x: cute.Pointer, lane: Int32):
+    def target(self, args: GatherArgs, i: Int32, t: Int64, x: cute.Pointer, live_x: cute.Pointer, lane: Int32):
         """Copies x to live_x, and stores target t of chunk row i and its row_shift."""
-        is_class = t >= 0 and t < a.v
+        is_class = t >= 0 and t < args.v
         index = t if is_class else Int64(0)
-        z = self.copy_and_dot(x, a.w + index * self.problem.h, live_x, lane)
-        if const_expr(a.bias is not None):
-            z += load_at(a.bias, index).to(Float32)
+        z = self.copy_and_dot(x, args.w + index * self.problem.h, live_x, lane)
+        if const_expr(args.bias is not None):
+            z += load_at(args.bias, index).to(Float32)
         if const_expr(self.problem.softcap):
-            z = a.softcap * cute.math.tanh(z / a.softcap)
+            z = args.softcap * cute.math.tanh(z / args.softcap)
         if not (z > -HUGE and z < HUGE):  # NaN, or a masked target
             z = Float32(-HUGE)
         if lane == 0:
-            store_at(a.state.slot_target, i, t.to(Int32) if is_class else Int32(-1))
-            store_at(a.state.row_shift, i, z)
-            store_at(a.state.row_max_bits, i, encode(z))
+            store_at(args.state.slot_target, i, t.to(Int32) if is_class else Int32(-1))
+            store_at(args.state.row_shift, i, z)
+            store_at(args.state.row_max_bits, i, encode(z))
 
     @cute.jit
-    def ignored_row(self, a: GatherArgs, i: Int32, r: Int32, lane: Int32):
-        if const_expr(a.dx is not None):
-            fill_row(a.dx + Int64(r) * self.problem.h, self.problem.h, lane, 0.0)
+    def ignored_row(self, args: GatherArgs, i: Int32, r: Int32, lane: Int32):
+        if const_expr(args.dx is not None):
+            fill_row(args.dx + Int64(r) * self.problem.h, self.problem.h, lane, 0.0)
         if lane == 0:
-            store_at(a.state.slot_target, i, Int32(-1))
-            store_at(a.state.row_shift, i, Float32(HUGE))
-            store_at(a.state.row_max_bits, i, encode(Float32(HUGE)))
-            store_at(a.loss, r, Float32(0.0))
-            store_at(a.state.lse, r, Float32(0.0))
+            store_at(args.state.slot_target, i, Int32(-1))
+            store_at(args.state.row_shift, i, Float32(HUGE))
+            store_at(args.state.row_max_bits, i, encode(Float32(HUGE)))
+            store_at(args.loss, r, Float32(0.0))
+            store_at(args.state.lse, r, Float32(0.0))
             if const_expr(self.problem.return_stats):
-                store_at(a.state.log_prob, r, Float32(0.0))
-                store_at(a.state.entropy, r, Float32(0.0))
-                store_at(a.state.predicted, r, Int32(-1))
+                store_at(args.state.log_prob, r, Float32(0.0))
+                store_at(args.state.entropy, r, Float32(0.0))
+                store_at(args.state.predicted, r, Int32(-1))
 
     @cute.jit
     def copy_and_dot(self, x: cute.Pointer, w: cute.Pointer | None, out: cute.Pointer, lane: Int32) -> Float32:

@@ -34,15 +34,15 @@ def rounded_up(live: Int32) -> Int32:
     return (cutlass.max(live, 0) + (ROW_TILE - 1)) // ROW_TILE * ROW_TILE
 
 
-def with_row_state(a, start=0):
-    """`a` with pointers to the parts of the RowState in place of its address. Called on the host.
+def with_row_state(args, start=0):
+    """`args` with pointers to the parts of the RowState in place of its address. Called on the host.
 
     start: the first slot of the chunk.
     """
-    addresses = parts_at(a.state.toint(), Int64(a.m))
+    addresses = parts_at(args.state.toint(), Int64(args.m))
 
     def pointer(part: Part, address: Int64) -> cute.Pointer:
         address += 4 * Int64(start) if part.by_slot else 0
         return cute.make_ptr(DTYPES[part.dtype], address, AddressSpace.gmem, assumed_align=4)
 
-    return a._replace(state=RowStateParts(*map(pointer, DESCRIPTIONS, addresses)))
+    return args._replace(state=RowStateParts(*map(pointer, DESCRIPTIONS, addresses)))

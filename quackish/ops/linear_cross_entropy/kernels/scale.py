@@ -18,16 +18,16 @@ class LceScale(RowKernel):
         self.vec = 128 // DTYPES[problem.dtype].width
 
     @cute.jit
-    def __call__(self, a: ScaleArgs, stream: CUstream):
-        self.kernel(a).launch(**self.launch_options(a.num_ctas, stream))
+    def __call__(self, args: ScaleArgs, stream: CUstream):
+        self.kernel(args).launch(**self.launch_options(args.num_ctas, stream))
 
     @cute.kernel
-    def kernel(self, a: ScaleArgs):
+    def kernel(self, args: ScaleArgs):
         after_previous()
-        factor = load_at(a.factor, 0)
+        factor = load_at(args.factor, 0)
         if factor != 1.0:
-            self.scale(a.out, a.n, factor)
-            self.scale(a.out2, a.n2, factor)
+            self.scale(args.out, args.n, factor)
+            self.scale(args.out2, args.n2, factor)
 
     @cute.jit
     def scale(self, out: cute.Pointer, n: Int64, factor: Float32):

@@ -15,17 +15,17 @@ class LceScatter(RowKernel):
     config: LceRowsConfig
 
     @cute.jit
-    def __call__(self, a: ScatterArgs, stream: CUstream):
-        a = with_row_state(a, a.start)
-        self.kernel(a).launch(**self.launch_options(cute.ceil_div(a.rows, self.num_warps), stream))
+    def __call__(self, args: ScatterArgs, stream: CUstream):
+        args = with_row_state(args, args.start)
+        self.kernel(args).launch(**self.launch_options(cute.ceil_div(args.rows, self.num_warps), stream))
 
     @cute.kernel
-    def kernel(self, a: ScatterArgs):
+    def kernel(self, args: ScatterArgs):
         after_previous()
         cta, _, _ = cute.arch.block_idx()
         i = cta * self.num_warps + cute.arch.warp_idx()
         h = self.problem.h
-        if i < a.rows:
-            if a.start + i < load_at(a.state.num_live, 0):
-                row, out = a.acc + Int64(i) * h, a.dx + Int64(load_at(a.state.order, a.start + i)) * h
+        if i < args.rows:
+            if args.start + i < load_at(args.state.num_live, 0):
+                row, out = args.acc + Int64(i) * h, args.dx + Int64(load_at(args.state.order, args.start + i)) * h
                 convert_row(row, out, h, cute.arch.lane_idx(), Float32(1.0), self.config.vectors)

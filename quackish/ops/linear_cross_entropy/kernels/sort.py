@@ -29,54 +29,54 @@ class LceSort(RowKernel):
         self.threads, self.tile = config.threads, config.tile
 
     @cute.jit
-    def __call__(self, a: SortArgs, stream: CUstream):
+    def __call__(self, args: SortArgs, stream: CUstream):
         rows_per_cta = self.threads if const_expr(self.problem.presorted) else 32
-        a = with_row_state(a, a.start)
-        self.kernel(a).launch(
-            grid=[cute.ceil_div(a.rows, rows_per_cta), 1, 1],
+        args = with_row_state(args, args.start)
+        self.kernel(args).launch(
+            grid=[cute.ceil_div(args.rows, rows_per_cta), 1, 1],
             block=[self.threads, 1, 1],
             stream=stream,
             use_pdl=True,
         )
 
     @cute.kernel
-    def kernel(self, a: SortArgs):
+    def kernel(self, args: SortArgs):
         if const_expr(self.problem.presorted):
             after_previous()
-            live = cutlass.min(load_at(a.state.num_live, 0) - a.start, a.rows)
-            i, t, slot, is_first = self.presorted_slot(a, live)
+            live = cutlass.min(load_at(args.state.num_live, 0) - args.start, args.rows)
+            i, t, slot, is_first = self.presorted_slot(args, live)
         else:
             # Count during the last tiles of the previous launch, which does not write slot_target.
             cute.arch.fence_acq_rel_gpu()
-            live = cutlass.min(load_at(a.state.num_live, 0) - a.start, a.rows)
-            i, t, slot = self.counted_slot(a.state.slot_target, live)
+            live = cutlass.min(load_at(args.state.num_live, 0) - args.start, args.rows)
+            i, t, slot = self.counted_slot(args.state.slot_target, live)
             after_previous()
 
         if i < live:
             grad = Float32(0.0)
-            if t >= 0 and t < a.v:
-                grad = load_at(a.state.row_scale, i) * self.take_target(a, i, t)
-                if const_expr(a.first_slot_of_class is not None):
+            if t >= 0 and t < args.v:
+                grad = load_at(args.state.row_scale, i) * self.take_target(args, i, t)
+                if const_expr(args.first_slot_of_class is not None):
                     if const_expr(not self.problem.presorted):
-                        cute.arch.atomic_min(a.first_slot_of_class + t, slot)
+                        cute.arch.atomic_min(args.first_slot_of_class + t, slot)
                     elif is_first:
-                        store_at(a.first_slot_of_class, t, slot)
-            store_at(a.state.sorted_target, slot, t)
-            store_at(a.state.sorted_row, slot, load_at(a.state.order, a.start + i))
-            store_at(a.state.sorted_grad, slot, grad)
+                        store_at(args.first_slot_of_class, t, slot)
+            store_at(args.state.sorted_target, slot, t)
+            store_at(args.state.sorted_row, slot, load_at(args.state.order, args.start + i))
+            store_at(args.state.sorted_grad, slot, grad)
 
     @cute.jit
-    def presorted_slot(self, a: SortArgs, live: Int32):
+    def presorted_slot(self, args: SortArgs, live: Int32):
         """This thread's (chunk row, target, sorted slot, whether it is its class's first). No slot: row >= live."""
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         slot = cta * self.threads + tid
         i, t, is_first = live, Int32(-1), Boolean(True)
         if slot < live:
-            i = load_at(a.index, slot).to(Int32)
-            t = load_at(a.state.slot_target, i)
+            i = load_at(args.index, slot).to(Int32)
+            t = load_at(args.state.slot_target, i)
             if slot > 0:
-                is_first = load_at(a.state.slot_target, load_at(a.index, slot - 1).to(Int32)) != t
+                is_first = load_at(args.state.slot_target, load_at(args.index, slot - 1).to(Int32)) != t
         return i, t, slot, is_first
 
     @cute.jit
@@ -142,15 +142,17 @@ class LceSort(RowKernel):
         return count
 
     @cute.jit
-    def take_target(self, a: SortArgs, i: Int32, t: Int32) -> Float32:
+    def take_target(self, args: SortArgs, i: Int32, t: Int32) -> Float32:
         """Returns exp_logits[i, t] and sets it to 0."""
         value = Float32(0.0)
         if const_expr(not self.problem.exp_logits_split):
-            value = self.take(a.exp_logits.first, Int64(i) * a.exp_logits.first_stride + t)
-        elif t < a.exp_logits.split:
-            value = self.take(a.exp_logits.first, Int64(i) * a.exp_logits.first_stride + t)
+            value = self.take(args.exp_logits.first, Int64(i) * args.exp_logits.first_stride + t)
+        elif t < args.exp_logits.split:
+            value = self.take(args.exp_logits.first, Int64(i) * args.exp_logits.first_stride + t)
         else:
-            value = self.take(a.exp_logits.second, Int64(i) * a.exp_logits.second_stride + (t - a.exp_logits.split))
+            value = self.take(
+                args.exp_logits.second, Int64(i) * args.exp_logits.second_stride + (t - args.exp_logits.split)
+            )
         return value
 
     @cute.jit

@@ -12,15 +12,9 @@ from cutlass import Int32, Int64, const_expr
 from quackish.kernels.arguments import fake_args
 from quackish.kernels.dependent_launch import after_previous
 from quackish.kernels.memory import load_at, store_at, vector_at
-from quackish.ops.attention.problems import (
-    BLOCK,
-    EMPTY,
-    FULL,
-    MIXED,
-    AttentionMaskConfig,
-    AttentionMaskProblem,
-    MaskArgs,
-)
+from quackish.ops.attention.arguments import BLOCK, EMPTY, FULL, MIXED, MaskArgs
+from quackish.ops.attention.config import AttentionMaskConfig
+from quackish.ops.attention.problems import AttentionMaskProblem
 
 TRUE = 0x01010101  # four elements
 

@@ -13,7 +13,9 @@ from quackish.kernels.arguments import fake_args
 from quackish.kernels.dependent_launch import after_previous
 from quackish.kernels.math import LOG2_E
 from quackish.kernels.memory import load_at, vector_at
-from quackish.ops.attention.problems import LARGE, AttentionRowsConfig, AttentionRowsProblem, RowsArgs
+from quackish.ops.attention.arguments import LARGE, RowsArgs
+from quackish.ops.attention.config import AttentionRowsConfig
+from quackish.ops.attention.problems import AttentionRowsProblem
 
 
 class AttentionRows:

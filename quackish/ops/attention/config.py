@@ -1,0 +1,141 @@
+"""How attention's kernels are configured: the config, what it takes of an SM, which ones are legal, and the rule.
+
+The numbers that differ between kernels are class attributes of their problems.
+"""
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from quackish.errors import UnsupportedError
+from quackish.gpu import Gpu
+from quackish.ops.attention.arguments import BLOCK, MAX_D, ORDERED
+
+if TYPE_CHECKING:
+    from quackish.ops.attention.problems import AttentionProblem
+
+# Registers per thread of the producer and of the consumers, by number of consumer warp groups. All threads together may
+# have no more than at launch, when each has 65,536 / threads, rounded down to a multiple of 8. Otherwise they hang.
+REGISTERS = {2: (24, 240), 3: (32, 160)}
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig:
+    """Each consumer warp group has BLOCK rows of queries (of keys, for dk and dv); tiles of the other side are loaded.
+
+    num_wgs: consumer warp groups
+    tile: rows of a loaded tile of the other side, of queries for dk and dv, else of keys
+    num_stages: loaded tiles in flight
+    own_stages: items whose own tiles are in shared memory; with 2, the next item's are loaded during an item
+    """
+
+    num_wgs: int
+    tile: int
+    num_stages: int
+    own_stages: int = 1
+
+    @property
+    def threads(self) -> int:
+        return 128 * (1 + self.num_wgs)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a CTA's tile."""
+        return BLOCK * self.num_wgs
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionMaskConfig:
+    num_warps: int = 8  # not measured
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.num_warps
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionOrderConfig:
+    threads: int = 1024  # not measured
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionRowsConfig:
+    threads: int = 256  # per CTA; not measured
+    rows_per_thread: int = 2  # 4 are slower at d 128
+
+
+def attention_smem_bytes(problem: "AttentionProblem", config: AttentionConfig) -> int:
+    own = len(problem.own) * config.own_stages * config.rows * problem.d * 2
+    stages = config.num_stages * problem.stage_bytes(config.rows, config.tile)
+    return own + stages + problem.result_bytes(config.rows, config.tile) + 1024  # barriers and alignment
+
+
+def own_in_registers(problem: "AttentionProblem", config: AttentionConfig) -> int:
+    """How many of a warp group's own tiles are in registers during an item: as many as fit.
+
+    WGMMAs of their scores then read only the other tile from shared memory.
+    """
+    if problem.has_unaligned:  # its values are loaded into these registers
+        return 0
+    tiles = len(problem.own)
+    free = REGISTERS[config.num_wgs][1] - problem.live_registers(config.tile) - 8 * tiles
+    return min(tiles, max(0, free) // (problem.d // 4))
+
+
+def keys_ahead(problem: "AttentionProblem", config: AttentionConfig) -> bool:
+    """True if the kernel for dk and dv starts the next tile's scores before it ends this tile.
+
+    That takes registers for ds beside the scores, which masks do not leave, and another stage.
+    """
+    needed = problem.live_registers(config.tile) + config.tile // 4
+    return not problem.mask and config.num_stages > 1 and needed <= REGISTERS[config.num_wgs][1]
+
+
+def attention_why_illegal(problem: "AttentionProblem", config: AttentionConfig, gpu: Gpu) -> str | None:
+    if config.own_stages not in problem.own_stages:
+        expected = "1 or 2" if problem.own else "1: this kernel keeps no tiles"
+        return f"own_stages is {config.own_stages}; expected {expected}"
+    if config.num_wgs not in REGISTERS:
+        return f"num_wgs is {config.num_wgs}; expected 2 or 3"
+    if problem.ordered and config.rows != ORDERED:
+        return (
+            f"num_wgs is {config.num_wgs}; with a mask expected 2, because the order of tiles is one of {ORDERED} rows"
+        )
+    if config.tile not in problem.tiles:
+        return f"tile is {config.tile}; expected one of {', '.join(map(str, problem.tiles))}"
+    if config.num_stages < problem.min_stages:
+        return f"num_stages is {config.num_stages}; expected at least {problem.min_stages}"
+    needed, registers = problem.live_registers(config.tile), REGISTERS[config.num_wgs][1]
+    if needed > registers:
+        return (
+            f"tile is {config.tile} and num_wgs {config.num_wgs}: they need about {needed} registers per thread, of "
+            f"{registers}; expected a smaller tile or fewer warp groups"
+        )
+    smem = attention_smem_bytes(problem, config)
+    if smem > gpu.smem_bytes:
+        return (
+            f"num_stages is {config.num_stages}: {smem} bytes of shared memory, and {gpu.name} has {gpu.smem_bytes}; "
+            f"expected fewer stages or a smaller tile{', or own_stages 1' if config.own_stages == 2 else ''}"
+        )
+    return None
+
+
+def attention_config(problem: "AttentionProblem", gpu: Gpu) -> AttentionConfig:
+    """Two consumer warp groups, as many stages as fit up to a limit, and a second stage of own tiles if it fits too."""
+    # 4 stages fit some kernels at d 128, but were not measured there.
+    most = 3 if problem.d == MAX_D else problem.max_stages
+    for tile, least in problem.preferred:
+        for stages in range(most, least - 1, -1):
+            for own_stages in reversed(problem.own_stages):
+                config = AttentionConfig(2, tile, stages, own_stages)
+                if attention_why_illegal(problem, config, gpu) is None:
+                    return config
+    raise UnsupportedError(f"scaled_dot_product_attention: no kernel for {problem} on {gpu.name}")
+
+
+def bias_parts(summed: int, tensors: int, num_q: int, num_k: int, sm_count: int) -> int:
+    """In how many parts the sum over `summed` heads for a broadcast bias is divided, to occupy the GPU.
+
+    tensors: the number of (Lq, Lk) matrices of the bias.
+    """
+    tiles = tensors * -(-num_q // (2 * BLOCK)) * -(-num_k // BLOCK)
+    return max(1, min(summed, 2 * sm_count // tiles))

@@ -1,0 +1,156 @@
+"""Backward of attention on Hopper: the gradient of a bias that is broadcast over batch, heads or both.
+
+    dbias = sum over these of ds,    ds = exp2(x - shift) * (do v^T - delta)
+
+A CTA has a tile of dbias, (num_wgs blocks of 64 queries) x (tile keys), and sums ds over the heads of its part in a
+fixed order. The parts are summed by whoever launches it.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, Int64, const_expr
+
+from quackish.kernels.memory import vector_at
+from quackish.ops.attention.arguments import BLOCK, BiasArgs, ScoreArgs
+from quackish.ops.attention.kernels.base_sm90 import AttentionSm90, Tiles
+from quackish.ops.attention.kernels.cta import Cta
+from quackish.ops.attention.kernels.items import Head
+from quackish.ops.attention.kernels.scores import ScoreBlock, pair_rows
+
+
+class BiasItem(NamedTuple):
+    """A CTA's unit of work: a tile of dbias, and the heads [first, last) that are summed."""
+
+    head: Head  # of dbias
+    tile_q: Int32
+    tile_k: Int32
+    part: Int32
+    first: Int32
+    last: Int32
+
+
+class AttentionBiasSm90(AttentionSm90):
+    rows_are_queries = True
+    loads_stats = True
+
+    def shared_tiles(self) -> dict[str, Tiles]:
+        of_wgs = Tiles(self.own, self.config.num_wgs * self.config.num_stages)  # loaded, for each warp group
+        return {"q": of_wgs, "do": of_wgs, **super().shared_tiles()}
+
+    @cute.jit
+    def __call__(self, args: BiasArgs, stream: CUstream):
+        s = args.scores
+        tensors = dict(
+            q=self.like_q(s.q, s), do=self.like_q(args.do, s), k=self.like_k(s.k, s), v=self.like_k(s.v, s)
+        )  # fmt: skip
+        self.launch(tensors, args, stream)
+
+    @cute.jit
+    def items(self, args: BiasArgs) -> Int32:
+        s = args.scores
+        tiles = cute.ceil_div(s.num_q, self.tile_q) * cute.ceil_div(s.num_k, self.tile_k)
+        return tiles * args.batches * args.bias_heads * args.parts
+
+    @cute.jit
+    def item(self, turn: Int32, args: BiasArgs) -> BiasItem:
+        s, i = args.scores, self.in_turn(turn)
+        tiles_k, tiles_q = cute.ceil_div(s.num_k, self.tile_k), cute.ceil_div(s.num_q, self.tile_q)
+        tile_k, i = i % tiles_k, i // tiles_k
+        tile_q, i = i % tiles_q, i // tiles_q
+        head, i = i % args.bias_heads, i // args.bias_heads
+        batch, part = i % args.batches, i // args.batches
+        summed = (s.batch // args.batches) * (s.heads // args.bias_heads)
+        first, last = part * summed // args.parts, (part + 1) * summed // args.parts
+        if const_expr(self.problem.band):  # tiles without keys that take part are 0
+            q0, k0 = tile_q * self.tile_q, tile_k * self.tile_k
+            if (k0 + self.tile_k - 1 + s.left < q0) | (k0 > q0 + self.tile_q - 1 + s.right):
+                last = first
+        return BiasItem(
+            head=Head(batch, head, Int32(0)), tile_q=tile_q, tile_k=tile_k, part=part, first=first, last=last
+        )
+
+    @cute.jit
+    def head_at(self, i: Int32, args: BiasArgs, head: Head) -> Head:
+        """The i-th head that is summed; `head` is that of dbias."""
+        s = args.scores
+        per_batch = s.heads // args.bias_heads
+        batch = i // per_batch if args.batches == 1 else head.batch
+        query_head = i % per_batch if args.bias_heads == 1 else head.query_head
+        return Head(batch, query_head, query_head // s.group)
+
+    @cute.jit
+    def place(self, n: Int32, item: BiasItem, args: BiasArgs):
+        """The walk is over heads."""
+        return self.head_at(n, args, item.head), item.tile_q * self.tile_q, item.tile_k * self.tile_k
+
+    def bias_policy(self, args: ScoreArgs):
+        """None: other CTAs read the same bias."""
+        return None
+
+    @cute.jit
+    def load_tile(self, cta: Cta, item: BiasItem, n: Int32, state, is_full):
+        """Loads an item's tiles of the n-th head."""
+        wgs, barrier = self.config.num_wgs, cta.loaded.producer_get_barrier(state)
+        head = self.head_at(n, cta.args, item.head)
+        for name in ("q", "do"):
+            part = self.part(cta, name, head.query_head, head.batch)
+            for w in cutlass.range_constexpr(wgs):
+                self.load(part, item.tile_q * wgs + w, 0, state.index * wgs + w, barrier)
+        for name in ("k", "v"):
+            self.load(self.part(cta, name, head.key_head, head.batch), item.tile_k, 0, state.index, barrier)
+        self.load_scores(cta, head, item.tile_q, item.tile_k, state, is_full)
+        self.load_stats(cta, head, item.tile_q, state)
+
+    @cute.jit
+    def consume(self, cta: Cta, wg: Int32, thread: Int32):
+        c, args, shared, loaded = self.config, cta.args, cta.shared, cta.loaded
+        mmas = [self.mma_of_scores(self.tile_k, add) for add in (False, True)]
+        rQ, rDO = (self.fragments_a(mmas[0], t) for t in (shared.q, shared.do))
+        rK, rV = (self.fragments_b(mmas[0], t) for t in (shared.k, shared.v))
+        x, dp, total = (self.accumulator(self.tile_k) for _ in range(3))
+        stats = cute.make_rmem_tensor((2, 2), Float32)
+        shifts, delta = stats[None, 0], self.per_row(stats[None, 1])
+        read = self.loaded_state()
+        for turn in cutlass.range(self.turns(args), unroll=1):
+            item = self.item(turn, args)
+            q0 = item.tile_q * self.tile_q + wg * BLOCK
+            block = ScoreBlock(item.head, q0=q0, k0=item.tile_k * self.tile_k, wg=wg, thread=thread)
+            total.fill(0.0)
+            for m in cutlass.range(item.first, self.last_of(item, args), unroll=1):
+                loaded.consumer_wait(read)
+                # Reading a mask that is not aligned only where needed spills registers.
+                j, is_full = self.loaded_tile(cta.walk, read.index, m, self.problem.mask_aligned)
+                own = read.index * c.num_wgs + wg
+                self.multiply(x, mmas, rQ[None, None, None, own], rK[None, None, None, read.index])
+                self.multiply(dp, mmas, rDO[None, None, None, own], rV[None, None, None, read.index])
+                for r in cutlass.range_constexpr(2):
+                    for n in cutlass.range_constexpr(2):
+                        stats[r, n] = shared.stats[wg * BLOCK + pair_rows(thread) + 8 * r, n, read.index]
+                cute.nvgpu.warpgroup.wait_group(1)
+                at = block
+                if const_expr(not (self.problem.bias_aligned and self.problem.mask_aligned)):
+                    at = block._replace(head=self.head_at(j, args, item.head))
+                shift = self.shift(self.per_row(shifts), shifts, j, item)
+                self.scores(x, cta, read.index, at, shift, None, is_full)
+                for v in cutlass.range_constexpr(cute.size(x)):
+                    x[v] = cute.math.exp2(x[v], fastmath=True)
+                cute.nvgpu.warpgroup.wait_group(0)
+                for v in cutlass.range_constexpr(cute.size(x)):
+                    total[v] = total[v] + x[v] * (dp[v] - delta[v])
+                self.release(loaded, read)
+                read.advance()
+            self.write_total(total, args, item, block)
+
+    @cute.jit
+    def write_total(self, total: cute.Tensor, args: BiasArgs, item: BiasItem, block: ScoreBlock):
+        s, t, head = args.scores, args.dbias, item.head
+        base = t.base + (Int64(item.part) * args.part + Int64(head.batch) * t.batch + Int64(head.query_head) * t.head)
+        for v in cutlass.range_constexpr(0, cute.size(total), 2):
+            q, k = self.position(block, v)
+            if (q < s.num_q) & (k < s.num_k):  # rows have room for a multiple of 8 columns
+                pair = cute.make_rmem_tensor((2,), t.base.dtype)
+                pair[0], pair[1] = (total[v + i].to(t.base.dtype) for i in range(2))
+                vector_at(base, Int64(q) * t.row + k, 2).store(pair.load())

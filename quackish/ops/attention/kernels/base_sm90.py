@@ -1,0 +1,193 @@
+"""The base of attention's kernels that compute scores: set-up on the host and in a CTA, and the roles of its warps.
+
+A CTA has a tile of queries and walks over tiles of keys, or the reverse. Its own tiles are those of the side that it
+keeps, one per consumer warp group; a producer warp loads tiles of the other side. The accumulator of q k^T has rows of
+queries (`rows_are_queries`) or of keys.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr, pipeline
+
+from quackish.kernels.arguments import DTYPES, fake_args
+from quackish.kernels.dependent_launch import after_previous
+from quackish.ops.attention.arguments import BLOCK
+from quackish.ops.attention.config import REGISTERS, AttentionConfig, own_in_registers
+from quackish.ops.attention.kernels.cta import Cta, PerTensor
+from quackish.ops.attention.kernels.items import AttentionItems
+from quackish.ops.attention.kernels.loads import TileLoads
+from quackish.ops.attention.kernels.matmuls import Matmuls
+from quackish.ops.attention.kernels.own_tiles import OwnTiles
+from quackish.ops.attention.kernels.results import Results
+from quackish.ops.attention.kernels.scores import AttentionScores
+from quackish.ops.attention.kernels.swizzled_tile import SwizzledTile
+
+
+class Tiles(NamedTuple):
+    """Tiles of a tensor in shared memory."""
+
+    tile: SwizzledTile
+    count: int
+
+
+class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScores, Results):
+    """A kernel has `__call__`, `load_tile` and `consume`, and sets what differs from these.
+
+    Call: `launch` on the host, `kernel` in a CTA, and `produce`, `produce_own` and `consume` in its warps.
+    """
+
+    rows_are_queries: bool
+    pingpong = False
+    loads_stats = False  # True if shift and delta of the queries are loaded with their tile
+    v_has_pipeline = False  # True if tiles of v have a pipeline of their own
+    staged: SwizzledTile | None = None  # a warp group's dbias in shared memory before TMA stores it
+    least_tiles = 0  # 1 if an item has one tile even where a mask leaves it none
+
+    def __init__(self, problem, config: AttentionConfig):
+        self.problem, self.config = problem, config
+        self.dtype, self.d = DTYPES[problem.dtype], problem.d
+        self.own_in_registers = own_in_registers(problem, config)
+        rows, other = config.rows, config.tile
+        self.tile_q, self.tile_k = (rows, other) if self.rows_are_queries else (other, rows)
+        self.block_q, self.block_k = (BLOCK, other) if self.rows_are_queries else (other, BLOCK)
+        self.own = SwizzledTile(self.dtype, BLOCK, self.d)
+        self.other = SwizzledTile(self.dtype, config.tile, self.d)
+        self.bias = self.mask = None
+        if problem.bias_by_tma:
+            self.bias = SwizzledTile(DTYPES[problem.bias_dtype], self.tile_q, self.tile_k)
+        if problem.mask_by_tma:
+            self.mask = SwizzledTile(cutlass.Uint8, self.tile_q, self.tile_k)
+        self.tiles = self.shared_tiles()
+
+    def shared_tiles(self) -> dict[str, Tiles]:
+        """By the names in `PerTensor`, in the order in which they are allocated."""
+        stages = self.config.num_stages
+        scores = {"bias": self.bias, "mask": self.mask}
+        return {
+            **{name: Tiles(self.own, self.num_own) for name in self.problem.own},
+            **{name: Tiles(self.other, stages) for name in self.problem.loaded},
+            **{name: Tiles(tile, stages) for name, tile in scores.items() if tile is not None},
+        }
+
+    @property
+    def stage_bytes(self) -> int:
+        """The bytes that are loaded per stage of `Cta.loaded`."""
+        of_values = self.other.bytes if self.v_has_pipeline else 0
+        return self.problem.stage_bytes(self.config.rows, self.config.tile) - of_values
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """(registers per thread of the producer, registers per thread of the consumers)"""
+        return REGISTERS[self.config.num_wgs]
+
+    def fake_args(self):
+        return fake_args(self.problem)
+
+    # Host
+
+    @cute.jit
+    def launch(self, tensors: dict, args, stream):
+        """Launches the kernel with TMA atoms for all tensors, in the order of `tensors`: it is that of its parameters.
+
+        tensors: (rows, columns, heads, batch), by the names in `PerTensor`, without statistics, bias, mask and dbias
+        """
+        s = args.scores
+        tma = {name: self.tma(self.tiles[name].tile, tensor) for name, tensor in tensors.items()}
+        if const_expr(self.loads_stats):
+            tma["stats"] = self.tma_of_stats(args)
+        if const_expr(self.bias is not None):
+            tma["bias"] = self.tma(self.bias, self.broadcast_scores(s.bias, s))
+        if const_expr(self.mask is not None):
+            tma["mask"] = self.tma(self.mask, self.broadcast_scores(s.mask, s))
+        if const_expr(self.staged is not None):
+            tma["dbias"] = self.tma(self.staged, self.like_scores(args.dbias, s), stores=True)
+        ctas = cutlass.min(self.items(args), s.max_ctas)
+        self.kernel(tma, args).launch(
+            grid=[ctas, 1, 1], block=[self.config.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=True
+        )
+
+    # Device
+
+    @cute.kernel
+    def kernel(self, tma: dict, args):
+        tid, _, _ = cute.arch.thread_idx()
+        wg = cute.arch.make_warp_uniform(tid // 128)
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+
+        # shared memory and barriers
+        cta = self.allocate(PerTensor(**tma), args)
+        pipeline.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
+        self.wait_at_start()
+        pipeline.pipeline_init_wait(cluster_shape_mn=(1, 1))
+
+        # warps 0 and 1 load, and the consumer warp groups compute
+        if wg == 0:
+            cute.arch.setmaxregister_decrease(self.registers[0])
+            if warp == 0:
+                self.produce(cta)
+            elif warp == 1:
+                if const_expr(self.problem.own):
+                    self.produce_own(cta)
+        else:
+            cute.arch.setmaxregister_increase(self.registers[1])
+            self.consume(cta, wg - 1, tid % 128)
+        self.wait_at_end()
+
+    def allocate(self, tma: PerTensor, args) -> Cta:
+        """Allocates shared memory and makes pipelines.
+
+        Own tiles: (BLOCK, d, own stages). Loaded tiles: (tile, d, stages). Bias and mask: (tile_q, tile_k, stages).
+        Statistics: (tile_q, 2, stages) fp32.
+        """
+        c, smem = self.config, cutlass.memory.SmemAllocator()
+        own = self.problem.own
+        walk, items = self.allocate_walk(smem), self.allocate_items(smem) if own else None
+        shared = {name: tile.allocate(smem, count) for name, (tile, count) in self.tiles.items()}
+        if self.loads_stats:
+            shared["stats"] = smem.allocate_tensor(Float32, cute.make_layout((self.tile_q, 2, c.num_stages)), 128)
+        return Cta(
+            args=args, tma=tma, shared=PerTensor(**shared), walk=walk, items=items,
+            own=self.pipeline(self.num_own, len(own) * self.own.bytes, 1) if own else None,
+            loaded=self.pipeline(c.num_stages, self.stage_bytes, c.num_wgs),
+            values=self.pipeline(c.num_stages, self.other.bytes, c.num_wgs) if self.v_has_pipeline else None,
+        )  # fmt: skip
+
+    def pipeline(self, num_stages: int, num_bytes: int, num_wgs: int):
+        """num_wgs: the warp groups that read each stage."""
+        return pipeline.PipelineTmaAsync.create(
+            num_stages=num_stages, tx_count=num_bytes, cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 4 * num_wgs), defer_sync=True,
+        )  # fmt: skip
+
+    def wait_at_start(self):
+        """Waits for the previous kernel, while the barriers are initialized."""
+        after_previous()
+
+    def wait_at_end(self):
+        """Waits for the previous kernel if `wait_at_start` did not."""
+
+    @cute.jit
+    def produce(self, cta: Cta):
+        """Loads the tiles of the other side for all items of the CTA, in one warp."""
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.num_stages)
+        cta = cta._replace(bias_policy=self.bias_policy(cta.args.scores))
+        for turn in cutlass.range(self.turns(cta.args), unroll=1):
+            state = self.load_item(cta, self.item(turn, cta.args), state)
+        cta.loaded.producer_tail(state.clone())
+        if const_expr(cta.values is not None):
+            cta.values.producer_tail(state)
+
+    def load_tile(self, cta: Cta, item: Any, n: Int32, state, is_full):
+        """Loads tile n of an item into a stage. is_full: 1 if the mask leaves all keys, else 0; None without a mask."""
+        raise NotImplementedError
+
+    def consume(self, cta: Cta, wg: Int32, thread: Int32):
+        """Computes all items of the CTA, in consumer warp group wg, from 0."""
+        raise NotImplementedError
+
+    def loaded_state(self):
+        """A consumer's state in `Cta.loaded`."""
+        return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.num_stages)
