@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
         folders = [tempfile.TemporaryDirectory(prefix="quackish-") for _ in range(min(args.repeats, 3))]
         measured[op, "cold"] = [_in_a_process(op, folder.name) for folder in folders]
         measured[op, "warm"] = [_in_a_process(op, folders[-1].name) for _ in range(args.repeats)]
-    from quackish.cli.console import text_table
+    from quackish.text import text_table
 
     lines = [_line(what, cache, samples) for (what, cache), samples in measured.items()]
     print(text_table(["first", "cache", "seconds", "maximum", "target", "", ""], lines, "llrrrll"))

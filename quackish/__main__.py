@@ -7,10 +7,11 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from quackish.cli import console, interrupt
+from quackish.cli import interrupt
 from quackish.cli.commands import COMMANDS, parser_of
 from quackish.cli.parser import CommandError, program_name
 from quackish.errors import did_you_mean
+from quackish.text import fill
 
 # These have nothing to clean up, so Ctrl-C ends them at once, as all commands while torch is imported: an exception may
 # be lost in a destructor, and aborts the process in the imports of the compiler.
@@ -28,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return args.run(args)
     except CommandError as error:
         message = f"{who}: {error}"
-        print(console.fill(message) if sys.stderr.isatty() else message, file=sys.stderr)
+        print(fill(message) if sys.stderr.isatty() else message, file=sys.stderr)
         return 2
     except KeyboardInterrupt as error:  # Ctrl-C, or SIGTERM where a command turns it into this
         print(" by ".join([f"{who}: interrupted", *map(str, error.args)]), file=sys.stderr)

@@ -13,11 +13,11 @@ from typing import Any
 
 from torch import cuda
 
-from quackish.cli.console import table_of
 from quackish.device import launch
 from quackish.device.spec import spec_of
 from quackish.device.work import Work, describe, estimate
 from quackish.gpu import Roofs, gpu_of, roofs_of
+from quackish.text import table_of
 
 COLUMNS = tuple(
     "kernel problem config device calls untimed total_ms mean_us bytes flops "

@@ -39,9 +39,10 @@ try:
     import quackish
     from lm_model import QUACKISH, TORCH, TORCH_FP32, LanguageModel, Ops
     from quackish.bench.looks import color_of
-    from quackish.cli.console import fill, progress, text_table
+    from quackish.cli.console import progress
     from quackish.cli.interrupt import end_on_sigterm
     from quackish.cli.parser import output_folder, positive
+    from quackish.text import fill, text_table
 except ImportError as error:
     sys.exit(f"train_lm.py: {error}. Install the project with what this script needs: pip install -e '.[bench]'")
 

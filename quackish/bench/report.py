@@ -8,7 +8,7 @@ from quackish.bench import plots
 from quackish.bench.cells import Cell, is_ours
 from quackish.bench.results import Results, Row, cell_of, read_rows, scale_of
 from quackish.bench.table import ERRORS
-from quackish.cli.console import fill
+from quackish.text import fill
 
 Verdict = tuple[str, str]  # (PASS or FAIL, the numbers)
 

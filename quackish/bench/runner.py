@@ -14,8 +14,9 @@ from quackish.bench.measure import Record
 from quackish.bench.processes import Supervisor
 from quackish.bench.results import CsvLog, read_rows, row_of, scale_of
 from quackish.bench.table import NOT_PROVIDERS
-from quackish.cli.console import fill, progress
+from quackish.cli.console import progress
 from quackish.cli.interrupt import end_on_sigterm
+from quackish.text import fill
 
 INTERRUPTED = "interrupted"
 

@@ -85,7 +85,8 @@ def _measure(args: argparse.Namespace) -> int:
     from quackish.bench.cells import Cell, Job, data_of, is_ours, shape_name
     from quackish.bench.results import read_rows
     from quackish.bench.table import BENCHES
-    from quackish.cli.console import NO_GPU, fill
+    from quackish.cli.console import NO_GPU
+    from quackish.text import fill
 
     bench, gpu = BENCHES[args.what], torch.cuda.is_available()
     if args.tokens and args.shapes and not args.model:

@@ -14,11 +14,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from quackish.cli.console import fill
 from quackish.cli.parser import CommandError, program_name
 from quackish.device import cache, upkeep
 from quackish.device.upkeep import Entry, printable
 from quackish.device.work import SHORT
+from quackish.text import fill
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

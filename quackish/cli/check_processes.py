@@ -17,8 +17,8 @@ from typing import Any
 from quackish import ops
 from quackish.cli.check import SELF_TESTS, TIMED, load
 from quackish.cli.check_call import Check, Record, serve
-from quackish.cli.console import fill
 from quackish.gpu import Gpu
+from quackish.text import fill
 
 # Seconds between two events of a process. Importing PyTorch, compiling ten kernels of a call on one core, and truth of
 # the large calls take up to half a minute each.

@@ -35,7 +35,6 @@ from quackish.cli import check
 from quackish.cli.check import Case
 from quackish.cli.check_call import Check
 from quackish.cli.check_processes import checks, per_kernel, run_all, summary
-from quackish.cli.console import fill, width
 from quackish.cli.parser import CommandError, program_name
 from quackish.device import cache, objects, toolchain, tuned, upkeep, variables
 from quackish.device.files import why_no_output
@@ -44,6 +43,7 @@ from quackish.errors import UnsupportedError
 from quackish.gpu import FAMILIES, Gpu, gpu_of
 from quackish.ops.shared.for_tools import Args, in_fp64
 from quackish.testing.errors import error, same_bits
+from quackish.text import fill, width
 
 Tensors = dict[str, Tensor]
 

@@ -21,13 +21,13 @@ from torch import Tensor
 
 import quackish
 from quackish.cli import call_arguments
-from quackish.cli.console import fill, table_of, text_table
 from quackish.cli.parser import CommandError
 from quackish.errors import UnsupportedError
 from quackish.gpu import NAMED
 from quackish.ops.shared.argument_types import one_of
 from quackish.ops.shared.for_tools import Operation, in_fp64, operations
 from quackish.testing.errors import error
+from quackish.text import fill, table_of, text_table
 
 OPERATIONS = operations()
 _ENTRIES = tuple(OPERATIONS.values())

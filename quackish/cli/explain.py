@@ -21,7 +21,7 @@ from typing import Any
 
 from quackish.cli import call_arguments
 from quackish.cli.call_arguments import dry_run_call, meta_arguments, select_gpu
-from quackish.cli.console import fill, progress, table_of, text_table
+from quackish.cli.console import progress
 from quackish.device import launch
 from quackish.device.choose import Choice
 from quackish.device.launch import Resources
@@ -31,6 +31,7 @@ from quackish.gpu import NAMED, Gpu, Roofs, roofs_of
 from quackish.ops.shared.argument_types import one_of
 from quackish.ops.shared.dry_run import DryRun, Step
 from quackish.profiling import speeds
+from quackish.text import fill, table_of, text_table
 
 _SYSTEM_SMEM_BYTES = 1024  # per CTA
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path, PurePath
 from typing import Any, NoReturn
 
-from quackish.cli import console
 from quackish.device.files import why_no_output
 from quackish.ops.shared.argument_types import unknown
+from quackish.text import fill_page
 
 
 class CommandError(Exception):
@@ -30,7 +30,7 @@ class _Formatter(argparse.HelpFormatter):
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         """Overrides argparse's, which joins paragraphs and examples. Examples start as this process was started."""
-        return console.fill_page(re.sub(r"(?m)^    quackish ", f"    {program_name()} ", text), width)
+        return fill_page(re.sub(r"(?m)^    quackish ", f"    {program_name()} ", text), width)
 
 
 class Parser(argparse.ArgumentParser):

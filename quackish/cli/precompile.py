@@ -24,7 +24,6 @@ from pathlib import Path
 import torch
 
 from quackish.cli import call_arguments
-from quackish.cli.console import fill
 from quackish.cli.parser import CommandError, Parser, positive
 from quackish.device import cache, compile_jobs, launch, toolchain, upkeep
 from quackish.device.compile_jobs import Outcome
@@ -33,6 +32,7 @@ from quackish.errors import UnsupportedError
 from quackish.gpu import FAMILIES, NAMED, Gpu
 from quackish.ops.shared.argument_types import one_of
 from quackish.ops.shared.dry_run import DryRun
+from quackish.text import fill
 
 _GPUS = [name for name, gpu in NAMED.items() if gpu.family in FAMILIES]
 

@@ -24,13 +24,14 @@ from typing import Any, NamedTuple
 import torch
 
 from quackish.cli import call_arguments
-from quackish.cli.console import fill, progress, text_table
+from quackish.cli.console import progress
 from quackish.cli.parser import CommandError, positive
 from quackish.device import choose, toolchain, tuned
 from quackish.device.files import why_no_output
 from quackish.device.work import describe
 from quackish.errors import UnsupportedError
 from quackish.gpu import Gpu, gpu_of
+from quackish.text import fill, text_table
 from quackish.tune import cases, search
 from quackish.tune.candidates import candidates
 

@@ -13,6 +13,7 @@ from quackish.__main__ import main
 from quackish.cli import console
 from quackish.cli.commands import COMMANDS
 from quackish.errors import did_you_mean
+from quackish.text import fill, fill_page
 
 
 @pytest.mark.parametrize(
@@ -210,7 +211,7 @@ def test_the_resources_of_a_kernel_fit_in_80_columns(monkeypatch):
 def test_examples_of_help_can_be_copied():
     page = "One\nparagraph.\n\n    quackish explain grouped_mlp 131072x2048x768x128 --scales --gpu b200\n"
     words = "quackish explain grouped_mlp 131072x2048x768x128 --scales --gpu b200".split()
-    paragraph, example = console.fill_page(page, 40).split("\n\n")
+    paragraph, example = fill_page(page, 40).split("\n\n")
     assert paragraph == "One paragraph."
     assert max(map(len, example.splitlines())) <= 40
     assert example.replace("\\\n", " ").split() == words
@@ -220,7 +221,7 @@ def test_examples_of_help_can_be_copied():
 def test_text_wraps_at_spaces(monkeypatch):
     monkeypatch.setenv("COLUMNS", "20")
     path = "/a/path-with-hyphens/and/more"
-    assert console.fill(f"kept in {path} here", "- ") == f"- kept in\n  {path}\n  here"
+    assert fill(f"kept in {path} here", "- ") == f"- kept in\n  {path}\n  here"
 
 
 # Progress ------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from typing import NamedTuple, get_args
 
 import torch
 
-from quackish.cli.console import table_of
 from quackish.device.kernel_device import KernelDevice, substitute
 from quackish.device.kernel_for import kernel_for
 from quackish.gpu import Gpu
@@ -21,6 +20,7 @@ from quackish.ops.shared.dry_run import DryRun, Recorder
 from quackish.ops.shared.for_tools import Args, Maker, Operation, Options, SelfTest, flag, no_grad, value
 from quackish.ops.shared.memory_counter import META
 from quackish.ops.shared.models import Model
+from quackish.text import table_of
 from quackish.types import Reduction, Schedule
 
 IGNORED = -100
