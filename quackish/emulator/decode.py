@@ -26,7 +26,7 @@ Step = Callable[[Lanes], None]
 _CONVERGENCE = {"": 0, "members": 1, "warp": 2, "warp group": 3}
 
 
-class Block(NamedTuple):
+class BasicBlock(NamedTuple):
     """Instructions without a branch between them. All but the last are steps."""
 
     steps: list[Step]
@@ -46,7 +46,7 @@ class Program(NamedTuple):
     """An entry, ready to run."""
 
     entry: Entry
-    blocks: list[Block]
+    blocks: list[BasicBlock]
     register_counts: dict[str, int]
     static_shared_bytes: int
     symbols: dict[str, int]  # offsets of shared symbols
@@ -86,7 +86,7 @@ class _Decoder:
             self._block(i, begin, forms[begin:end]) for i, (begin, end) in enumerate(zip(starts, ends, strict=True))
         ]
         # An entry that ends without `ret` exits.
-        blocks.append(Block([], lambda lanes: lanes.cta.exit(lanes.mask), [], "", None, None, False))
+        blocks.append(BasicBlock([], lambda lanes: lanes.cta.exit(lanes.mask), [], "", None, None, False))
         return Program(
             self.entry,
             blocks,
@@ -124,7 +124,7 @@ class _Decoder:
                 converged = 0 if needed == 1 else needed
         return starts
 
-    def _block(self, number: int, begin: int, forms: list[isa.Form]) -> Block:
+    def _block(self, number: int, begin: int, forms: list[isa.Form]) -> BasicBlock:
         instructions = self.entry.instructions[begin : begin + len(forms)]
         steps = [
             self._step(instruction, form)
@@ -141,7 +141,7 @@ class _Decoder:
         converged = self._converged(first, forms[0])
         members = self.operands.reader("b32", first.operands[-1], first) if converged == "members" else None
         chosen = self.operands.reader("pred", self._predicate(first), first) if first.predicate is not None else None
-        return Block(steps, end, instructions, converged, members, chosen, any(form.polls for form in forms))
+        return BasicBlock(steps, end, instructions, converged, members, chosen, any(form.polls for form in forms))
 
     def _converged(self, instruction: Instruction, form: isa.Form) -> str:
         """`form.converged`, except that a constant member mask of all threads means the warp."""

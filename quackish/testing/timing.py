@@ -42,17 +42,17 @@ def synchronize(device: torch.device) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class TimedCall:
     """A call that is ready to be timed."""
 
     run: Callable[[], object]
     is_graph: bool
 
 
-def prepare(fn: Callable[[], object], device: torch.device, warmup: int = 2) -> Work:
+def prepare(fn: Callable[[], object], device: torch.device, warmup: int = 2) -> TimedCall:
     """Warms up `fn` and captures it as a CUDA graph. Without a GPU, or if capture fails, the work is `fn` itself."""
     if device.type != "cuda":
-        return Work(fn, is_graph=False)
+        return TimedCall(fn, is_graph=False)
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
@@ -65,10 +65,10 @@ def prepare(fn: Callable[[], object], device: torch.device, warmup: int = 2) -> 
             fn()
     except Exception:
         torch.cuda.synchronize(device)  # raises if the context is broken, not if only the capture failed
-        return Work(fn, is_graph=False)
+        return TimedCall(fn, is_graph=False)
     graph.replay()
     torch.cuda.synchronize(device)
-    return Work(graph.replay, is_graph=True)
+    return TimedCall(graph.replay, is_graph=True)
 
 
 def interleave(

@@ -12,7 +12,7 @@ from quackish.kernels.gemm.problem import EpilogueSpec
 from quackish.kernels.gemm.slice_store import SliceStore
 from quackish.kernels.gemm.sm90 import GemmSm90
 from quackish.kernels.gemm.sm100 import GemmSm100
-from quackish.kernels.gemm.tile_store import Block, Output, TileStore, row_of, thread_rows
+from quackish.kernels.gemm.tile_store import Output, RowBlock, TileStore, row_of, thread_rows
 
 
 class RowBiasArgs(NamedTuple):
@@ -30,7 +30,7 @@ class RowBiasSm90(Epilogue):
         super().__init__(problem, config, TileStore(problem.out_dtype, config))
 
     @cute.jit
-    def __call__(self, acc, prefetched, args: RowBiasArgs, out: Output, block: Block):
+    def __call__(self, acc, prefetched, args: RowBiasArgs, out: Output, block: RowBlock):
         for v in cutlass.range_constexpr(cute.size(acc)):
             row = block.row0 + thread_rows(block.thread) + 8 * row_of(v)
             acc[v] = acc[v] + (args.bias + cutlass.min(row, block.m - 1)).load()
@@ -43,7 +43,7 @@ class RowBiasSm100(Epilogue):
         super().__init__(problem, config, SliceStore(problem.out_dtype))
 
     @cute.jit
-    def __call__(self, acc, prefetched, args: RowBiasArgs, out: Output, block: Block):
+    def __call__(self, acc, prefetched, args: RowBiasArgs, out: Output, block: RowBlock):
         bias = (args.bias + cutlass.min(block.row0 + block.thread, block.m - 1)).load()
         for piece in cutlass.range(self.config.slices // self.output.per_piece, unroll=1):
             for part in cutlass.range_constexpr(self.output.per_piece):

@@ -11,7 +11,7 @@ from quackish.ops.linear_cross_entropy.layout import (
     MAX_CHUNK_BYTES,
     ONE_CHUNK_BYTES,
     STORED_BYTES,
-    Block,
+    ClassBlock,
     LinearCrossEntropyProblem,
     choose_layout,
     even_chunks,
@@ -62,7 +62,7 @@ def test_rows_whose_exp_logits_are_kept():
         assert config.schedule == ("stored" if m * v * 2 <= STORED_BYTES else "recompute") or asked != "auto"
         layout = choose_layout(*config, m, v, h, True, 2, True, False)
         assert layout.kept == (m if config.schedule == "stored" else config.chunk_rows * config.keeps_first)
-        assert max(b.v1 - b.v0 for b in layout.blocks or [Block(0, 0, 0)]) <= KEPT_BLOCK or not config.keeps_first
+        assert max(b.v1 - b.v0 for b in layout.blocks or [ClassBlock(0, 0, 0)]) <= KEPT_BLOCK or not config.keeps_first
         return layout.kept
 
     assert [of(m) for m in (8192, 12_288, 16_384, 32_768, 65_536)] == [8192, 6144, 8192, 6784, 0]
@@ -168,7 +168,7 @@ def test_number_of_recompute_blocks():
     blocks = recompute_blocks(8192, 128_256, 4096, 2, scratch_columns(8192, True, True))
     assert [(b.v1 - b.v0) // 256 for b in blocks] == [165, 111, 74, 49, 33, 20, 16, 11, 11, 11]
     assert sum(b.offset is None for b in blocks) == 2
-    assert recompute_blocks(300, 700, 8, 2, scratch_columns(300, True, True)) == (Block(0, 700, None),)
+    assert recompute_blocks(300, 700, 8, 2, scratch_columns(300, True, True)) == (ClassBlock(0, 700, None),)
     assert len(recompute_blocks(8192, 128_256, 4096, None, scratch_columns(8192, False, True))) <= 9
     assert len(recompute_blocks(1024, 128_256, 4096, 2, scratch_columns(1024, True, True))) == 3
 

@@ -8,7 +8,7 @@ from cutlass import const_expr
 
 from quackish.kernels.gemm.epilogues import Epilogue
 from quackish.kernels.gemm.problem import ScaledArgs
-from quackish.kernels.gemm.tile_store import Block, Output, TileStore
+from quackish.kernels.gemm.tile_store import Output, RowBlock, TileStore
 
 
 class StoreSm90(Epilogue):
@@ -18,7 +18,7 @@ class StoreSm90(Epilogue):
         super().__init__(problem, config, TileStore(problem.out_dtype, config, problem.epilogue.accumulate))
 
     @cute.jit
-    def __call__(self, acc, prefetched, args: Optional[ScaledArgs], out: Output, block: Block):
+    def __call__(self, acc, prefetched, args: Optional[ScaledArgs], out: Output, block: RowBlock):
         if const_expr(self.spec.scaled):
             factor = args.factor.load()
             for v in cutlass.range_constexpr(cute.size(acc)):

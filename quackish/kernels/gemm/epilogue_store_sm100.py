@@ -9,7 +9,7 @@ from cutlass import const_expr
 from quackish.kernels.gemm.epilogues import Epilogue
 from quackish.kernels.gemm.problem import ScaledArgs
 from quackish.kernels.gemm.slice_store import SliceStore
-from quackish.kernels.gemm.tile_store import Block, Output
+from quackish.kernels.gemm.tile_store import Output, RowBlock
 
 
 class StoreSm100(Epilogue):
@@ -19,7 +19,7 @@ class StoreSm100(Epilogue):
         super().__init__(problem, config, SliceStore(problem.out_dtype, problem.epilogue.accumulate))
 
     @cute.jit
-    def __call__(self, acc, prefetched, args: Optional[ScaledArgs], out: Output, block: Block):
+    def __call__(self, acc, prefetched, args: Optional[ScaledArgs], out: Output, block: RowBlock):
         for piece in cutlass.range(self.config.slices // self.output.per_piece, unroll=1):
             for part in cutlass.range_constexpr(self.output.per_piece):
                 x = acc.load(piece * self.output.per_piece + part)

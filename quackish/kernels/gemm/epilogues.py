@@ -4,7 +4,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from quackish.kernels.gemm.slice_store import SliceStore
-from quackish.kernels.gemm.tile_store import Block, Output, Staging
+from quackish.kernels.gemm.tile_store import Output, RowBlock, Staging
 
 
 class Epilogue:
@@ -45,11 +45,11 @@ class Epilogue:
         """Whether to compute the cluster tiles whose first row is tm * tile_m * cluster_m."""
         return True
 
-    def prepare(self, args, out: Output, block: Block):
+    def prepare(self, args, out: Output, block: RowBlock):
         return None
 
     @cute.jit
-    def __call__(self, acc: cute.Tensor, prefetched, args, out: Output, block: Block):
+    def __call__(self, acc: cute.Tensor, prefetched, args, out: Output, block: RowBlock):
         raise NotImplementedError
 
     @cute.jit

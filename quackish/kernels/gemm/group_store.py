@@ -8,7 +8,7 @@ from cutlass.cute.nvgpu import cpasync
 from quackish.kernels.gemm.grouped_operands import rows_of_group
 from quackish.kernels.gemm.grouped_problem import grouped_gemm_buffers
 from quackish.kernels.gemm.sm90_config import BLOCK_M
-from quackish.kernels.gemm.tile_store import Block, Output, TileStore
+from quackish.kernels.gemm.tile_store import Output, RowBlock, TileStore
 
 
 class GroupStore(TileStore):
@@ -20,7 +20,7 @@ class GroupStore(TileStore):
         self.num_buffers = grouped_gemm_buffers(problem, config)
 
     @cute.jit
-    def copy_out(self, out: Output, buffer: Int32, block: Block, j: cutlass.Constexpr[int]):
+    def copy_out(self, out: Output, buffer: Int32, block: RowBlock, j: cutlass.Constexpr[int]):
         (atom,) = out.atoms
         sD, gD = self.partition(atom, out.staging, block, j)
         cute.copy(atom[0], sD[None, buffer], gD)
@@ -30,7 +30,7 @@ class GroupStore(TileStore):
         piece = (BLOCK_M, self.piece_n)
         return cpasync.make_tiled_tma_atom(op, mD, cute.slice_(self.layout(), (None, None, 0)), piece)
 
-    def partition(self, atom: tuple, staging, block: Block, j: int):
+    def partition(self, atom: tuple, staging, block: RowBlock, j: int):
         """The buffers, and piece j of the block, as TMA copies them."""
         rows = rows_of_group(atom[1], block, block.row0, block.col0 + j * self.piece_n, self.along_m)
         g = cute.local_tile(rows, (BLOCK_M, self.piece_n), (0, 0))

@@ -7,7 +7,7 @@ from cutlass.cute.nvgpu import cpasync
 from quackish.kernels.gemm.grouped_operands import rows_of_group
 from quackish.kernels.gemm.grouped_sm100_config import grouped_gemm_sm100_buffers
 from quackish.kernels.gemm.slice_store import WARP_ROWS, SliceStore
-from quackish.kernels.gemm.tile_store import Block, Output
+from quackish.kernels.gemm.tile_store import Output, RowBlock
 
 
 class GroupStoreSm100(SliceStore):
@@ -18,7 +18,7 @@ class GroupStoreSm100(SliceStore):
         self.along_m = problem.along == "m"
 
     @cute.jit
-    def copy_out(self, out: Output, buffer: Int32, block: Block, piece):
+    def copy_out(self, out: Output, buffer: Int32, block: RowBlock, piece):
         (atom,) = out.atoms
         sD, gD = self.partition(atom, out.staging, block, piece)
         cute.copy(atom[0], sD[None, buffer], gD)
@@ -26,7 +26,7 @@ class GroupStoreSm100(SliceStore):
     def load_atom(self, mD):
         return self.atom(cpasync.CopyBulkTensorTileG2SOp(), mD)
 
-    def partition(self, atom: tuple, staging, block: Block, piece):
+    def partition(self, atom: tuple, staging, block: RowBlock, piece):
         """The buffers, and a piece of the warp's rows, as TMA copies them."""
         row, col = block.row0 + block.thread // 32 * WARP_ROWS, block.col0 + piece * self.piece_n
         rows = rows_of_group(atom[1], block, row, col, self.along_m)

@@ -6,7 +6,7 @@ from cutlass import Int32, Int64, const_expr
 from quackish.kernels.gemm.epilogues import Epilogue
 from quackish.kernels.gemm.grouped_problem import GroupedGemmArgs
 from quackish.kernels.gemm.ragged import EXTENT, ragged
-from quackish.kernels.gemm.tile_store import Block
+from quackish.kernels.gemm.tile_store import RowBlock
 
 
 class GroupedOperands:
@@ -92,7 +92,7 @@ class GroupEpilogue(Epilogue):
         return self.output.load_atom(mZ)
 
 
-def rows_of_group(coordinates, block: Block, row, col, along_m: bool):
+def rows_of_group(coordinates, block: RowBlock, row, col, along_m: bool):
     """A TMA tensor of D from (row, col) of the block's group on: of its rows, clipped at its end, or of D[group]."""
     if along_m:
         rows = coordinates[None, None, EXTENT, block.start + block.live]

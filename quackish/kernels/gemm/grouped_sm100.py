@@ -18,7 +18,7 @@ from quackish.kernels.gemm.grouped_problem import GroupedGemmArgs, GroupedGemmPr
 from quackish.kernels.gemm.problem import TILE_K
 from quackish.kernels.gemm.ragged import EXTENT
 from quackish.kernels.gemm.sm100_config import ACCUMULATORS, TILE_M, GemmSm100Config
-from quackish.kernels.gemm.tile_store import Block, Group, Output
+from quackish.kernels.gemm.tile_store import Group, Output, RowBlock
 from quackish.kernels.gemm.umma import MMA_WARP, TMA_WARP, Operand, UmmaKernel
 
 
@@ -153,7 +153,7 @@ class GroupedGemmSm100(GroupedOperands, UmmaKernel):
             item = self.walk.item(j, walk)
             row0, col0 = (item.tm * self.ctas + cta) * TILE_M, item.tn * self.epilogue.tile_cols
             group = Group(item.group, args.groups, item.is_filled, walk.fill)
-            block = Block(0, row0, col0, args.rows, args.n, item.length, item.begin, thread, group=group)
+            block = RowBlock(0, row0, col0, args.rows, args.n, item.length, item.begin, thread, group=group)
             prefetched = self.epilogue.prepare(args.epilogue, out, block)
             acc = self.wait_for_tile(done, state, copy, rows)
             self.epilogue(acc, prefetched, args.epilogue, out, block)

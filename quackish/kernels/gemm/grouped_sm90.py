@@ -16,7 +16,7 @@ from quackish.kernels.gemm.grouped_operands import GroupedOperands
 from quackish.kernels.gemm.grouped_problem import GroupedGemmArgs, GroupedGemmProblem
 from quackish.kernels.gemm.ragged import EXTENT
 from quackish.kernels.gemm.sm90_config import BLOCK_M, PRODUCER_REGISTERS, GemmConfig
-from quackish.kernels.gemm.tile_store import Block, Group, Output, block_below
+from quackish.kernels.gemm.tile_store import Group, Output, RowBlock, block_below
 from quackish.kernels.gemm.wgmma import WgmmaKernel
 
 
@@ -147,7 +147,7 @@ class GroupedGemmSm90(GroupedOperands, WgmmaKernel):
             row0 = (item.tm * c.cluster_m + cta_m) * tile_m + row_in_tile
             col0 = (item.tn * c.cluster_n + cta_n) * self.epilogue.tile_cols
             group = Group(item.group, args.groups, item.is_filled, walk.fill)
-            first_block = Block(0, row0, col0, args.rows, args.n, item.length, item.begin, thread, wg, group)
+            first_block = RowBlock(0, row0, col0, args.rows, args.n, item.length, item.begin, thread, wg, group)
             blocks = [block_below(first_block, b) for b in range(c.row_blocks)]
             prefetched = [self.epilogue.prepare(args.epilogue, out, block) for block in blocks]
             read, released = self.multiply_stages(

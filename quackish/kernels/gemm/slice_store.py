@@ -13,7 +13,7 @@ from cutlass.utils import blackwell_helpers as sm100
 
 from quackish.kernels.arguments import DTYPES
 from quackish.kernels.gemm.sm100_config import BUFFERS, EPILOGUE_WARPS, PIECE_BYTES, SLICE
-from quackish.kernels.gemm.tile_store import Block, Output
+from quackish.kernels.gemm.tile_store import Output, RowBlock
 from quackish.kernels.memory import vector_at
 
 WARP_ROWS = 32
@@ -51,7 +51,7 @@ class SliceStore:
         return atom, coordinates
 
     @cute.jit
-    def __call__(self, x: cute.Tensor, piece, part: cutlass.Constexpr[int], out: Output, block: Block, turn=None):
+    def __call__(self, x: cute.Tensor, piece, part: cutlass.Constexpr[int], out: Output, block: RowBlock, turn=None):
         """Rounds a slice, SLICE fp32 values per thread, and stores it: part `part` of the block's piece `piece`.
 
         Call for all slices in order. turn: counts the pieces of a tile, where more than D's are stored.
@@ -90,7 +90,7 @@ class SliceStore:
         cute.arch.sync_warp()
 
     @cute.jit
-    def copy_out(self, out: Output, buffer: Int32, block: Block, piece):
+    def copy_out(self, out: Output, buffer: Int32, block: RowBlock, piece):
         """Starts the store of a buffer to a piece of the block."""
         at = block.col0 // self.piece_n + piece
         if const_expr(len(out.atoms) == 1):
@@ -100,7 +100,7 @@ class SliceStore:
         else:
             self.copy_to(out.atoms[1], out.staging, buffer, block, at - out.split // self.piece_n)
 
-    def copy_to(self, d_atom, staging, buffer, block: Block, piece):
+    def copy_to(self, d_atom, staging, buffer, block: RowBlock, piece):
         row = (block.row0 + block.thread // 32 * WARP_ROWS) // WARP_ROWS
         gD = cute.local_tile(d_atom[1], (WARP_ROWS, self.piece_n), (row, None))
         sD, gD = cpasync.tma_partition(
@@ -115,7 +115,7 @@ class SliceStore:
 
 
 @cute.jit
-def store_columns(values: cute.Tensor, base: cute.Pointer, row: Int64, j: Int32, block: Block):
+def store_columns(values: cute.Tensor, base: cute.Pointer, row: Int64, j: Int32, block: RowBlock):
     """Stores the values of slice j to a row that begins at base + row, 16 bytes at a time."""
     vec = const_expr(128 // base.dtype.width)
     for i in cutlass.range_constexpr(0, SLICE, vec):

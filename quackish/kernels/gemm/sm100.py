@@ -20,7 +20,7 @@ from quackish.kernels.gemm.gemm_kernel import Stage, live_rows
 from quackish.kernels.gemm.operands import Operands
 from quackish.kernels.gemm.problem import TILE_K, GemmArgs, Store
 from quackish.kernels.gemm.sm100_config import ACCUMULATORS, TILE_M
-from quackish.kernels.gemm.tile_store import Block, Output
+from quackish.kernels.gemm.tile_store import Output, RowBlock
 from quackish.kernels.gemm.umma import MMA_WARP, TMA_WARP, Operand, UmmaKernel
 
 
@@ -135,7 +135,7 @@ class GemmSm100(Operands, UmmaKernel):
             tm, tn = self.raster(j, tiles.tiles_m, tiles.tiles_n)
             if self.epilogue.is_selected(args.epilogue, tm, args.m):
                 row0, col0 = (tm * self.ctas + tiles.cta) * TILE_M, tn * self.config.tile_n
-                block = Block(0, row0, col0, args.m, args.n, tiles.live, args.start, thread)
+                block = RowBlock(0, row0, col0, args.m, args.n, tiles.live, args.start, thread)
                 prefetched = self.epilogue.prepare(args.epilogue, out, block)
                 acc = self.wait_for_tile(done, state, copy, rows)
                 self.epilogue(acc, prefetched, args.epilogue, out, block)

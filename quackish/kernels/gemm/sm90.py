@@ -19,8 +19,8 @@ from quackish.kernels.gemm.gemm_kernel import Stage, live_rows
 from quackish.kernels.gemm.operands import Operands
 from quackish.kernels.gemm.problem import TILE_K, GemmArgs, GemmProblem, Store
 from quackish.kernels.gemm.sm90_config import BLOCK_M, PRODUCER_REGISTERS, GemmConfig
-from quackish.kernels.gemm.split_k_tail import Plan, SplitKTail
-from quackish.kernels.gemm.tile_store import Block, Output, block_below
+from quackish.kernels.gemm.split_k_tail import SplitKTail, TailPlan
+from quackish.kernels.gemm.tile_store import Output, RowBlock, block_below
 from quackish.kernels.gemm.wave_sync import spin_limit, tiles_to_sync, wave_sync
 from quackish.kernels.gemm.wgmma import WgmmaKernel
 
@@ -35,7 +35,7 @@ class Items(NamedTuple):
     first: Int32
     last: Int32
     step: Int32
-    plan: Optional[Plan]  # with split-K
+    plan: Optional[TailPlan]  # with split-K
     tiles_m: Int32  # cluster tiles of D
     tiles_n: Int32
     k_tiles: Int32  # steps along k per tile
@@ -173,7 +173,7 @@ class GemmSm90(Operands, WgmmaKernel):
             if self.epilogue.is_selected(args.epilogue, tm, args.m):
                 row0 = (tm * c.cluster_m + items.cta_m) * tile_m + row_in_tile
                 col0 = (tn * c.cluster_n + items.cta_n) * tile_n
-                first_block = Block(0, row0, col0, args.m, args.n, live, args.start, thread, wg)
+                first_block = RowBlock(0, row0, col0, args.m, args.n, live, args.start, thread, wg)
                 blocks = [block_below(first_block, b) for b in range(c.row_blocks)]
                 prefetched = [self.epilogue.prepare(args.epilogue, out, block) for block in blocks]
                 read, released = self.multiply_stages(

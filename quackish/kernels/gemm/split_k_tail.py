@@ -23,7 +23,7 @@ from quackish.kernels.gemm.tile_store import NamedBarrier
 from quackish.kernels.memory import vector_at
 
 
-class Plan(NamedTuple):
+class TailPlan(NamedTuple):
     """A cluster's work items: tiles before item `first_split`, splits of tail tiles from there on."""
 
     items: Int32
@@ -41,7 +41,7 @@ class SplitKTail:
         return smem.allocate_tensor(Int32, cute.make_layout(self.num_wgs), byte_alignment=16)
 
     @cute.jit
-    def plan(self, args: TailArgs, total: Int32, k_tiles: Int32, cluster: Int32, clusters: Int32) -> Plan:
+    def plan(self, args: TailArgs, total: Int32, k_tiles: Int32, cluster: Int32, clusters: Int32) -> TailPlan:
         waves, tail = total // clusters, total % clusters
         splits, steps = Int32(1), k_tiles
         if tail > 0:
@@ -53,10 +53,10 @@ class SplitKTail:
                 if n * tail <= args.max_splits and steps_of_splits(n, tail, k_tiles, clusters) + MIN_GAIN <= steps:
                     splits, steps = Int32(n), steps_of_splits(n, tail, k_tiles, clusters)
         items = waves + (tail * splits - cluster + clusters - 1) // clusters
-        return Plan(items, waves if splits > 1 else items, tail, splits)
+        return TailPlan(items, waves if splits > 1 else items, tail, splits)
 
     @cute.jit
-    def item(self, j: Int32, plan: Plan, k_tiles: Int32, cluster: Int32, clusters: Int32):
+    def item(self, j: Int32, plan: TailPlan, k_tiles: Int32, cluster: Int32, clusters: Int32):
         """(tile, first step, end of the steps) of this cluster's j-th item. Neighbor clusters have the same steps."""
         tile, begin, end = cluster + j * clusters, Int32(0), k_tiles
         if j >= plan.first_split:
@@ -73,7 +73,7 @@ class SplitKTail:
 
     @cute.jit
     def is_complete(
-        self, acc, args: TailArgs, sTicket: cute.Tensor, j: Int32, plan: Plan, cluster: Int32, clusters: Int32,
+        self, acc, args: TailArgs, sTicket: cute.Tensor, j: Int32, plan: TailPlan, cluster: Int32, clusters: Int32,
         cta: Int32, wg: Int32, thread: Int32
     ) -> Boolean:  # fmt: skip
         """Whether acc holds a complete tile. The last split to arrive at a tile adds up the sums of all splits."""

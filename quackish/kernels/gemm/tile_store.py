@@ -50,7 +50,7 @@ def row_of(i: int) -> int:
 
 
 class Group(NamedTuple):
-    """The group that a Block of a grouped GEMM belongs to."""
+    """The group that a RowBlock of a grouped GEMM belongs to."""
 
     index: Int32
     groups: Int32  # their number
@@ -58,7 +58,7 @@ class Group(NamedTuple):
     fill: Float32
 
 
-class Block(NamedTuple):
+class RowBlock(NamedTuple):
     """Rows of a tile that one warp group has the accumulator of, and a thread of that warp group.
 
     BLOCK_M rows on Hopper, one CTA's 128 on Blackwell.
@@ -76,7 +76,7 @@ class Block(NamedTuple):
     group: Optional[Group] = None
 
 
-def block_below(first: Block, b: int) -> Block:
+def block_below(first: RowBlock, b: int) -> RowBlock:
     """The b-th block of the tile with this first block."""
     return first._replace(index=b, row0=first.row0 + BLOCK_M * b)
 
@@ -169,7 +169,7 @@ class TileStore(Staging):
         return atom, coordinates
 
     @cute.jit
-    def __call__(self, acc, j: cutlass.Constexpr[int], out: Output, block: Block, turn=None):
+    def __call__(self, acc, j: cutlass.Constexpr[int], out: Output, block: RowBlock, turn=None):
         """Rounds piece j of the accumulator and stores it.
 
         Call for all pieces in order, and compute a piece's values right before: that overlaps with the stores of the
@@ -211,7 +211,7 @@ class TileStore(Staging):
         return issues
 
     @cute.jit
-    def copy_out(self, out: Output, buffer: Int32, block: Block, j: cutlass.Constexpr[int]):
+    def copy_out(self, out: Output, buffer: Int32, block: RowBlock, j: cutlass.Constexpr[int]):
         """Starts the store of a buffer to piece j of the block."""
         at = block.col0 // self.piece_n + j
         if const_expr(len(out.atoms) == 1):
@@ -240,7 +240,7 @@ class RowStore(Staging):
     """Stores each row of a tile to a row of the output given by index; 16 bytes per thread, 128 bytes per row."""
 
     @cute.jit
-    def __call__(self, acc, out: Output, rows, block: Block):
+    def __call__(self, acc, out: Output, rows, block: RowBlock):
         """`rows`: output rows of rows thread // 8 + 16 * k, k < 4, of the block's 64; negative: do not store."""
         staging, wg, thread = out.staging, block.wg, block.thread
         r2s, values, destinations, shape = self.parts(acc, staging, thread)

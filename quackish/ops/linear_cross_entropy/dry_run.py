@@ -66,8 +66,8 @@ class DryRun:
 def representatives(items: Sequence[Any]) -> Iterator[tuple[Any, int]]:
     """(item, the number of items that it stands for) of a schedule's loop, so that dry runs of long loops are short.
 
-    items: the starts of equal ranges, of which the last may be shorter, or Blocks. The first item stands for itself
-    only, because an iteration may add to the results of earlier ones.
+    items: the starts of equal ranges, of which the last may be shorter, or ClassBlocks. The first item stands for
+    itself only, because an iteration may add to the results of earlier ones.
     """
     if isinstance(items, range):
         sizes = [len(items) - 1, 1] if items else []

@@ -252,7 +252,7 @@ def scratch_columns(m: int, has_dw: bool, has_dx_sums: bool) -> int:
 WIDTHS = 1024
 
 
-class Block(NamedTuple):
+class ClassBlock(NamedTuple):
     """Classes [v0, v1), and the location of their exp_logits or dlogits: all m rows, contiguous."""
 
     v0: int
@@ -263,7 +263,7 @@ class Block(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def recompute_blocks(
     m: int, v: int, h: int, itemsize: int | None, scratch: int, most: int = 1 << 31
-) -> tuple[Block, ...]:
+) -> tuple[ClassBlock, ...]:
     """Divides the classes into few ascending blocks, because each block reads and writes dX's fp32 sums once.
 
     itemsize: of dW (v, h); None if its storage is the user's. A block's rows of dW follow those of earlier blocks, and
@@ -279,9 +279,9 @@ def recompute_blocks(
         fit = 0 if itemsize is None else min(_tail_tiles(m, v, v0, h * itemsize), most // COLUMN_MULTIPLE)
         tiles = _block_tiles(m, h, max(fit, scratch // COLUMN_MULTIPLE))
         v1 = v0 + tiles * COLUMN_MULTIPLE
-        blocks.append(Block(v0, v1, _tail_offset(m, v, v0, v1, h * itemsize) if tiles <= fit else None))
+        blocks.append(ClassBlock(v0, v1, _tail_offset(m, v, v0, v1, h * itemsize) if tiles <= fit else None))
         v0 = v1
-    return *blocks, Block(v0, v, None)
+    return *blocks, ClassBlock(v0, v, None)
 
 
 # Minimum elements of dX per chunk, a wave of tiles. With chunks of half a wave, `recompute` took 1.75 times the three
@@ -345,7 +345,7 @@ def _block_cost(m: int, h: int, tiles: int) -> int:
 SHARED_FROM = 1 << 26
 
 
-def shared_storage(m: int, v: int, h: int, itemsize: int) -> Block | None:
+def shared_storage(m: int, v: int, h: int, itemsize: int) -> ClassBlock | None:
     """The classes [0, v1) whose exp_logits fit at the end of the storage of dW (v, h); None if less than a tile.
 
     First dX is computed, then dW of these classes, before their exp_logits, then dW of the other classes, which
@@ -355,7 +355,7 @@ def shared_storage(m: int, v: int, h: int, itemsize: int) -> Block | None:
     exp_logits remain outside.
     """
     columns = _tail_tiles(m, v, 0, h * itemsize) * COLUMN_MULTIPLE
-    return Block(0, columns, _tail_offset(m, v, 0, columns, h * itemsize)) if columns else None
+    return ClassBlock(0, columns, _tail_offset(m, v, 0, columns, h * itemsize)) if columns else None
 
 
 class Layout(NamedTuple):
@@ -366,7 +366,7 @@ class Layout(NamedTuple):
     # `recompute`: of all rows, and forward computes dW of these classes.
     columns: int = 0
     offset: int = 0
-    blocks: tuple[Block, ...] = ()  # of backward of `recompute`
+    blocks: tuple[ClassBlock, ...] = ()  # of backward of `recompute`
     dw_block: int = 0  # classes per block if backward of `recompute` sums dW over forward's chunks; 0: no sums
     kept: int = 0  # the first slots, whose exp_logits are kept for backward: all of `stored`
 

@@ -20,7 +20,7 @@ from quackish.ops.rms_norm.providers import Provider
 from quackish.ops.rms_norm.reference import rms_norm_bwd, rms_norm_fwd, rms_norm_rstd
 from quackish.ops.rms_norm.tools import EPS, RMS_NORM
 from quackish.testing import inputs
-from quackish.testing.timing import Work, interleave, prepare
+from quackish.testing.timing import TimedCall, interleave, prepare
 
 ROOFS = {"forward": "mul", "backward": "add"}
 CHUNK_ELEMENTS = 1 << 25
@@ -60,7 +60,7 @@ def measure(cell: Cell, names: Sequence[str], run: Run) -> None:
     # (65536 x 4096, bf16, H200).
     roofs = {"mul": lambda: torch.mul(data.x, 1.0, out=out), "add": lambda: torch.add(data.x, data.dy, out=out)}
     calls[roof] = roofs[roof]
-    works: dict[str, Work] = {}
+    works: dict[str, TimedCall] = {}
     for name, call in calls.items():
         run.begin(name)
         try:

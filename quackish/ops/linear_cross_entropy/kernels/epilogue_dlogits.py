@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from quackish.kernels.gemm.tile_store import Block, Output, column_of, row_of, thread_rows
+from quackish.kernels.gemm.tile_store import Output, RowBlock, column_of, row_of, thread_rows
 from quackish.kernels.memory import vector_at
 from quackish.ops.linear_cross_entropy.gemm_problems import DlogitsArgs
 from quackish.ops.linear_cross_entropy.kernels.dlogits_rows import DlogitsRows
@@ -25,7 +25,7 @@ class DlogitsSm90(DlogitsRows, LogitsSm90):
     """
 
     @cute.jit
-    def prepare(self, args: DlogitsArgs, out: Output, block: Block):
+    def prepare(self, args: DlogitsArgs, out: Output, block: RowBlock):
         """The coefficients of the thread's two rows, the columns of their targets in the tile, and coef_entropy."""
         rCoefs, target = cute.make_rmem_tensor((4, 2), Float32), cute.make_rmem_tensor((2,), Int32)
         coef_entropy = cute.make_rmem_tensor((2,), Float32)
@@ -41,7 +41,7 @@ class DlogitsSm90(DlogitsRows, LogitsSm90):
         return rCoefs, target, coef_entropy
 
     @cute.jit
-    def __call__(self, acc, prefetched, args: DlogitsArgs, out: Output, block: Block):
+    def __call__(self, acc, prefetched, args: DlogitsArgs, out: Output, block: RowBlock):
         col0, n, thread = block.col0, block.n, block.thread
         rCoefs, target, coef_entropy = prefetched
         scale_log2 = log2_scale(args.logit_scale)

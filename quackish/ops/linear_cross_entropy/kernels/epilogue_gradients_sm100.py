@@ -8,7 +8,7 @@ from quackish.kernels.arguments import DTYPES
 from quackish.kernels.gemm.epilogues import Epilogue
 from quackish.kernels.gemm.slice_store import SliceStore, store_columns
 from quackish.kernels.gemm.sm100_config import SLICE
-from quackish.kernels.gemm.tile_store import Block, Output
+from quackish.kernels.gemm.tile_store import Output, RowBlock
 from quackish.ops.linear_cross_entropy.gemm_problems import ResidualArgs, RowsOutArgs
 from quackish.ops.linear_cross_entropy.kernels.epilogue_residual import rounding_residual
 from quackish.ops.linear_cross_entropy.row_problems import NO_SLOT
@@ -22,7 +22,7 @@ class RowsOutSm100(Epilogue):
         self.dtype = DTYPES[problem.out_dtype]
 
     @cute.jit
-    def prepare(self, args: RowsOutArgs, out: Output, block: Block):
+    def prepare(self, args: RowsOutArgs, out: Output, block: RowBlock):
         """The scale of the thread's row, and the row of the output; -1: it is not stored."""
         row, to = block.row0 + block.thread, Int32(-1)
         scale = (args.row_scale + cutlass.min(row, block.m - 1)).load()
@@ -31,7 +31,7 @@ class RowsOutSm100(Epilogue):
         return scale, to
 
     @cute.jit
-    def __call__(self, acc, prefetched, args: RowsOutArgs, out: Output, block: Block):
+    def __call__(self, acc, prefetched, args: RowsOutArgs, out: Output, block: RowBlock):
         scale, to = prefetched
         for j in cutlass.range(self.config.slices, unroll=1):
             x = acc.load(j)
@@ -48,7 +48,7 @@ class StoreWithResidualSm100(Epilogue):
         super().__init__(problem, config, SliceStore(problem.out_dtype))
 
     @cute.jit
-    def prepare(self, args: ResidualArgs, out: Output, block: Block):
+    def prepare(self, args: ResidualArgs, out: Output, block: RowBlock):
         """The slot of the thread's row."""
         row, slot = block.row0 + block.thread, Int32(NO_SLOT)
         if row < block.m:
@@ -56,7 +56,7 @@ class StoreWithResidualSm100(Epilogue):
         return slot
 
     @cute.jit
-    def __call__(self, acc, slot, args: ResidualArgs, out: Output, block: Block):
+    def __call__(self, acc, slot, args: ResidualArgs, out: Output, block: RowBlock):
         for piece in cutlass.range(self.config.slices // self.output.per_piece, unroll=1):
             for part in cutlass.range_constexpr(self.output.per_piece):
                 j = piece * self.output.per_piece + part

@@ -9,7 +9,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from quackish.kernels.gemm.epilogues import Epilogue
 from quackish.kernels.gemm.slice_store import SliceStore, column_value
 from quackish.kernels.gemm.sm100_config import SLICE
-from quackish.kernels.gemm.tile_store import Block, Output
+from quackish.kernels.gemm.tile_store import Output, RowBlock
 from quackish.kernels.math import encode_argmax, tanh
 from quackish.kernels.memory import vector_at
 from quackish.ops.linear_cross_entropy.gemm_problems import DlogitsArgs, SoftmaxArgs
@@ -37,7 +37,7 @@ class LogitsSm100(Epilogue):
         return (vector + cutlass.min(first + thread % 32, end - 1)).load().to(Float32)
 
     @cute.jit
-    def logits(self, x: cute.Tensor, first: Int32, bias, softcap: Float32, block: Block):
+    def logits(self, x: cute.Tensor, first: Int32, bias, softcap: Float32, block: RowBlock):
         """Makes the products of the columns from `first` on logits, -inf past the last class. bias: of `columns`."""
         for v in cutlass.range_constexpr(SLICE):
             if const_expr(bias is not None):
@@ -53,7 +53,7 @@ class SoftmaxSm100(SoftmaxRows, LogitsSm100):
     """As SoftmaxSm90, which documents what is stored."""
 
     @cute.jit
-    def prepare(self, args: SoftmaxArgs, out: Output, block: Block):
+    def prepare(self, args: SoftmaxArgs, out: Output, block: RowBlock):
         """row_shift of the thread's row, in log2 units, and the column of its target in the tile."""
         i, shift_log2, target = block.row0 + block.thread, Float32(0.0), Int32(-1)
         if i < block.m:
@@ -62,7 +62,7 @@ class SoftmaxSm100(SoftmaxRows, LogitsSm100):
         return shift_log2, target
 
     @cute.jit
-    def __call__(self, acc, prefetched, args: SoftmaxArgs, out: Output, block: Block):
+    def __call__(self, acc, prefetched, args: SoftmaxArgs, out: Output, block: RowBlock):
         (shift_log2, target), col0, n, thread = prefetched, block.col0, block.n, block.thread
         scale_log2, stats, i = log2_scale(args.logit_scale), self.empty_stats(1), block.row0 + thread
         inverse = 1.0 / args.softcap
@@ -100,7 +100,7 @@ class DlogitsSm100(DlogitsRows, LogitsSm100):
     """As DlogitsSm90, which has the formula."""
 
     @cute.jit
-    def prepare(self, args: DlogitsArgs, out: Output, block: Block):
+    def prepare(self, args: DlogitsArgs, out: Output, block: RowBlock):
         """The coefficients of the thread's row, the column of its target in the tile, and coef_entropy."""
         coefs, target, coef_entropy = cute.make_rmem_tensor((4, 1), Float32), Int32(-1), Float32(0.0)
         coefs.fill(0.0)
@@ -113,7 +113,7 @@ class DlogitsSm100(DlogitsRows, LogitsSm100):
         return coefs, target, coef_entropy
 
     @cute.jit
-    def __call__(self, acc, prefetched, args: DlogitsArgs, out: Output, block: Block):
+    def __call__(self, acc, prefetched, args: DlogitsArgs, out: Output, block: RowBlock):
         (coefs, target, coef_entropy), n, thread = prefetched, block.n, block.thread
         scale_log2, inverse = log2_scale(args.logit_scale), 1.0 / args.softcap
         for piece in cutlass.range(self.num_pieces, unroll=1):

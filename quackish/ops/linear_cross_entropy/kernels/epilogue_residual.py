@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int16, Int32, Int64
 
 from quackish.kernels.gemm.epilogues import Epilogue
-from quackish.kernels.gemm.tile_store import Block, Output, TileStore, column_of, thread_rows
+from quackish.kernels.gemm.tile_store import Output, RowBlock, TileStore, column_of, thread_rows
 from quackish.kernels.memory import vector_at
 from quackish.ops.linear_cross_entropy.gemm_problems import ResidualArgs
 from quackish.ops.linear_cross_entropy.row_problems import NO_SLOT
@@ -18,7 +18,7 @@ class StoreWithResidualSm90(Epilogue):
         super().__init__(problem, config, TileStore(problem.out_dtype, config))
 
     @cute.jit
-    def prepare(self, args: ResidualArgs, out: Output, block: Block):
+    def prepare(self, args: ResidualArgs, out: Output, block: RowBlock):
         """The slots of the thread's two rows."""
         slots = cute.make_rmem_tensor((2,), Int32)
         for r in cutlass.range_constexpr(2):
@@ -27,7 +27,7 @@ class StoreWithResidualSm90(Epilogue):
         return slots
 
     @cute.jit
-    def __call__(self, acc, slots, args: ResidualArgs, out: Output, block: Block):
+    def __call__(self, acc, slots, args: ResidualArgs, out: Output, block: RowBlock):
         for j in cutlass.range_constexpr(self.output.num_pieces):
             self.output(acc, j, out, block)
         row0, col0, m, n, thread = block.row0, block.col0, block.m, block.n, block.thread

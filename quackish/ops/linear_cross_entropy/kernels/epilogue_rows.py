@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from quackish.kernels.gemm.epilogues import Epilogue
-from quackish.kernels.gemm.tile_store import Block, Output, RowStore, row_of, thread_rows
+from quackish.kernels.gemm.tile_store import Output, RowBlock, RowStore, row_of, thread_rows
 from quackish.ops.linear_cross_entropy.gemm_problems import RowsOutArgs
 
 
@@ -16,7 +16,7 @@ class RowsOutSm90(Epilogue):
         super().__init__(problem, config, RowStore(problem.out_dtype, config))
 
     @cute.jit
-    def prepare(self, args: RowsOutArgs, out: Output, block: Block):
+    def prepare(self, args: RowsOutArgs, out: Output, block: RowBlock):
         """The scales of the thread's two accumulator rows, and the output rows of the four rows that it stores."""
         scales, out_rows = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((4,), Int32)
         for r in cutlass.range_constexpr(2):
@@ -30,7 +30,7 @@ class RowsOutSm90(Epilogue):
         return scales, out_rows
 
     @cute.jit
-    def __call__(self, acc, prefetched, args: RowsOutArgs, out: Output, block: Block):
+    def __call__(self, acc, prefetched, args: RowsOutArgs, out: Output, block: RowBlock):
         scales, out_rows = prefetched
         for v in cutlass.range_constexpr(cute.size(acc)):
             acc[v] = acc[v] * scales[row_of(v)]

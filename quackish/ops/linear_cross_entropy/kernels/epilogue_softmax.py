@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from quackish.kernels.gemm.tile_store import Block, Output, column_of, row_of, thread_rows
+from quackish.kernels.gemm.tile_store import Output, RowBlock, column_of, row_of, thread_rows
 from quackish.kernels.math import encode_argmax, tanh
 from quackish.ops.linear_cross_entropy.gemm_problems import SoftmaxArgs
 from quackish.ops.linear_cross_entropy.kernels.exponents import log2_scale
@@ -26,7 +26,7 @@ class SoftmaxSm90(SoftmaxRows, LogitsSm90):
     """
 
     @cute.jit
-    def prepare(self, args: SoftmaxArgs, out: Output, block: Block):
+    def prepare(self, args: SoftmaxArgs, out: Output, block: RowBlock):
         """row_shift of the thread's two rows, in log2 units, and the columns of their targets in the tile."""
         shift_log2, target = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), Int32)
         scale_log2 = log2_scale(args.logit_scale)
@@ -39,7 +39,7 @@ class SoftmaxSm90(SoftmaxRows, LogitsSm90):
         return shift_log2, target
 
     @cute.jit
-    def __call__(self, acc, prefetched, args: SoftmaxArgs, out: Output, block: Block):
+    def __call__(self, acc, prefetched, args: SoftmaxArgs, out: Output, block: RowBlock):
         col0, m, n, thread = block.col0, block.m, block.n, block.thread
         row, (shift_log2, target) = block.row0 + thread_rows(thread), prefetched
         scale_log2 = log2_scale(args.logit_scale)
@@ -72,7 +72,7 @@ class SoftmaxSm90(SoftmaxRows, LogitsSm90):
     @cute.jit
     def piece(
         self, acc, j: cutlass.Constexpr[int], bias, args: SoftmaxArgs, scale_log2, shift_log2, stats: RowStats,
-        block: Block,
+        block: RowBlock,
     ):  # fmt: skip
         """Replaces piece j of the accumulator by exp_logits and updates the stats."""
         weights = self.columns(args.class_weight, j, block.col0, block.n, block.thread)

@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from quackish.kernels.gemm.epilogues import Epilogue
-from quackish.kernels.gemm.tile_store import Block, TileStore, column_of
+from quackish.kernels.gemm.tile_store import RowBlock, TileStore, column_of
 from quackish.kernels.math import tanh
 
 
@@ -45,7 +45,7 @@ class LogitsSm90(Epilogue):
         return None if vector is None else load_columns(vector, col0 + 64 * j, n, thread)
 
     @cute.jit
-    def make_logits(self, acc, j: cutlass.Constexpr[int], bias, softcap: Float32, block: Block):
+    def make_logits(self, acc, j: cutlass.Constexpr[int], bias, softcap: Float32, block: RowBlock):
         """Replaces piece j of the accumulator by logits, -inf past the last class. `bias` is from `columns`."""
         if const_expr(bias is not None):
             for v in self.values(j):

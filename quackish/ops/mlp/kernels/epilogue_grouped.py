@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from quackish.kernels.gemm.group_store import GroupStore
 from quackish.kernels.gemm.grouped_operands import GroupEpilogue
-from quackish.kernels.gemm.tile_store import Block, Group, Output, column_of, row_of, thread_rows
+from quackish.kernels.gemm.tile_store import Group, Output, RowBlock, column_of, row_of, thread_rows
 from quackish.kernels.memory import vector_at
 from quackish.ops.mlp.gemm_problems import DownArgs, UpArgs
 from quackish.ops.mlp.kernels.activations import activate_gate, activate_up, overflow_as_fp16
@@ -22,7 +22,7 @@ class DownSm90(GroupEpilogue):
         super().__init__(problem, config, GroupStore(problem, config))
 
     @cute.jit
-    def __call__(self, acc, prefetched, args: Optional[DownArgs], out: Output, block: Block):
+    def __call__(self, acc, prefetched, args: Optional[DownArgs], out: Output, block: RowBlock):
         per_piece = const_expr(self.output.piece_n // 2)
         for j in cutlass.range_constexpr(self.output.num_pieces):
             values = range(j * per_piece, (j + 1) * per_piece)
@@ -43,7 +43,7 @@ class DownSm90(GroupEpilogue):
 
     @cute.jit
     def add_bias(
-        self, acc, values: cutlass.Constexpr[range], bias: cute.Pointer, width: Int32, first: Int32, block: Block
+        self, acc, values: cutlass.Constexpr[range], bias: cute.Pointer, width: Int32, first: Int32, block: RowBlock
     ):
         """Adds bias[group, first + column], of `width` columns, to these values of acc, whose first column is col0."""
         row = Int64(cutlass.min(block.group.index, block.group.groups - 1)) * width + first
@@ -57,7 +57,7 @@ class DownSm90(GroupEpilogue):
                     acc[i + v] = acc[i + v] + two[v % 2]
 
     @cute.jit
-    def row_scales(self, scales: cute.Pointer, block: Block):
+    def row_scales(self, scales: cute.Pointer, block: RowBlock):
         """The scales of the thread's two rows; 0 for rows that are not in a group."""
         s = cute.make_rmem_tensor((2,), Float32)
         for r in cutlass.range_constexpr(2):
@@ -76,11 +76,11 @@ class UpSm90(UpMatrices, DownSm90):
         self.pieces_per_part = self.output.num_pieces // self.num_parts
 
     @cute.jit
-    def prepare(self, args: UpArgs, out: Output, block: Block):
+    def prepare(self, args: UpArgs, out: Output, block: RowBlock):
         return self.row_scales(args.scales, block) if const_expr(self.spec.scaled) else None
 
     @cute.jit
-    def finish_piece(self, acc, args: UpArgs, block: Block, j: cutlass.Constexpr[int]):
+    def finish_piece(self, acc, args: UpArgs, block: RowBlock, j: cutlass.Constexpr[int]):
         """Makes piece j of the products the preactivation."""
         part, per_piece = j // self.pieces_per_part, self.output.piece_n // 2
         values = range(j * per_piece, (j + 1) * per_piece)
@@ -93,7 +93,7 @@ class UpSm90(UpMatrices, DownSm90):
         self.fill(acc, values, block.group)
 
     @cute.jit
-    def __call__(self, acc, scales, args: UpArgs, out: Output, block: Block):
+    def __call__(self, acc, scales, args: UpArgs, out: Output, block: RowBlock):
         p = self.spec
         per_part, per_piece = const_expr(cute.size(acc) // self.num_parts), self.output.piece_n // 2  # of a thread
 

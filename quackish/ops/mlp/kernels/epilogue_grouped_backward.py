@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from quackish.kernels.gemm.sm90_config import BLOCK_M
-from quackish.kernels.gemm.tile_store import Block, Output, row_of, thread_rows
+from quackish.kernels.gemm.tile_store import Output, RowBlock, row_of, thread_rows
 from quackish.ops.mlp.gemm_problems import DSCALES_COLUMNS, DownBackwardArgs
 from quackish.ops.mlp.kernels.activations import activate_backward
 from quackish.ops.mlp.kernels.epilogue_grouped import DownSm90
@@ -50,7 +50,7 @@ class DownBackwardSm90(DownBackwardMatrices, DownSm90):
         return staging.loaded + (wg - 1) * 2 + piece % 2
 
     @cute.jit
-    def prepare(self, args: DownBackwardArgs, out: Output, block: Block):
+    def prepare(self, args: DownBackwardArgs, out: Output, block: RowBlock):
         if const_expr(block.index == 0):
             if self.output.issues(block.thread):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -59,7 +59,7 @@ class DownBackwardSm90(DownBackwardMatrices, DownSm90):
         return self.row_scales(args.scales, block) if const_expr(self.spec.scaled) else None
 
     @cute.jit
-    def load(self, piece: cutlass.Constexpr[int], out: Output, block: Block):
+    def load(self, piece: cutlass.Constexpr[int], out: Output, block: RowBlock):
         """Starts to load a piece of the tile, of this block or of one below it."""
         barrier = self.barrier(piece, out.staging, block.wg)
         with cute.arch.elect_one():
@@ -72,7 +72,7 @@ class DownBackwardSm90(DownBackwardMatrices, DownSm90):
             cute.copy(atom[0], g, s[None, buffers[1 + part]], tma_bar_ptr=barrier)
 
     @cute.jit
-    def __call__(self, acc, scales, args: DownBackwardArgs, out: Output, block: Block):
+    def __call__(self, acc, scales, args: DownBackwardArgs, out: Output, block: RowBlock):
         p, staging, wg, thread = self.spec, out.staging, block.wg, block.thread
         self.fill(acc, range(cute.size(acc)), block.group)
         sums = cute.make_rmem_tensor((2,), Float32)  # of dact * activation(z), for the thread's two rows
@@ -116,7 +116,7 @@ class DownBackwardSm90(DownBackwardMatrices, DownSm90):
                 self.store(buffers, out, block, j)
 
     @cute.jit
-    def store(self, buffers: list, out: Output, block: Block, j: cutlass.Constexpr[int]):
+    def store(self, buffers: list, out: Output, block: RowBlock, j: cutlass.Constexpr[int]):
         """Starts to store a piece of act and of dz's parts."""
         out = out._replace(staging=out.staging.buffers)
         for i in cutlass.range_constexpr(1 + self.num_parts):
@@ -124,7 +124,7 @@ class DownBackwardSm90(DownBackwardMatrices, DownSm90):
         cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
-    def store_sums(self, sums, parts: cute.Pointer, block: Block, col: Int32):
+    def store_sums(self, sums, parts: cute.Pointer, block: RowBlock, col: Int32):
         """Stores the sums over the DSCALES_COLUMNS columns from `col` on, for which four threads share a row."""
         for r in cutlass.range_constexpr(2):
             total = sums[r]

@@ -13,7 +13,7 @@ from quackish.kernels.gemm.group_store_sm100 import GroupStoreSm100
 from quackish.kernels.gemm.grouped_operands import GroupEpilogue
 from quackish.kernels.gemm.slice_store import WARP_ROWS, column_value
 from quackish.kernels.gemm.sm100_config import EPILOGUE_WARPS, PIECE_BYTES, SLICE
-from quackish.kernels.gemm.tile_store import Block, Output
+from quackish.kernels.gemm.tile_store import Output, RowBlock
 from quackish.ops.mlp.gemm_problems import DSCALES_COLUMNS, DownArgs, DownBackwardArgs, UpArgs
 from quackish.ops.mlp.kernels.activations import activate_backward, activate_gate, activate_up, overflow_as_fp16
 from quackish.ops.mlp.kernels.epilogue_grouped_backward import LoadedStaging
@@ -27,7 +27,7 @@ class DownSm100(GroupEpilogue):
         super().__init__(problem, config, GroupStoreSm100(problem))
 
     @cute.jit
-    def __call__(self, acc, prefetched, args: Optional[DownArgs], out: Output, block: Block):
+    def __call__(self, acc, prefetched, args: Optional[DownArgs], out: Output, block: RowBlock):
         for piece in cutlass.range(self.config.slices // self.output.per_piece, unroll=1):
             for part in cutlass.range_constexpr(self.output.per_piece):
                 j = piece * self.output.per_piece + part
@@ -38,13 +38,13 @@ class DownSm100(GroupEpilogue):
                 self.output(x, piece, part, out, block)
 
     @cute.jit
-    def fill(self, x: cute.Tensor, block: Block):
+    def fill(self, x: cute.Tensor, block: RowBlock):
         """Overwrites the values of rows that are not a product."""
         if block.group.is_filled:
             x.fill(block.group.fill)
 
     @cute.jit
-    def add_bias(self, x: cute.Tensor, bias: cute.Pointer, width: Int32, first: Int32, col: Int32, block: Block):
+    def add_bias(self, x: cute.Tensor, bias: cute.Pointer, width: Int32, first: Int32, col: Int32, block: RowBlock):
         """Adds bias[group, first + column], of `width` columns, to the values of the columns from col on."""
         row = Int64(cutlass.min(block.group.index, block.group.groups - 1)) * width + first
         lanes = (bias + (row + cutlass.min(col + block.thread % 32, block.n - 1))).load()
@@ -52,7 +52,7 @@ class DownSm100(GroupEpilogue):
             x[v] = x[v] + column_value(lanes, v)
 
     @cute.jit
-    def row_scale(self, scales: cute.Pointer, block: Block) -> Float32:
+    def row_scale(self, scales: cute.Pointer, block: RowBlock) -> Float32:
         """The scale of the thread's row; 0 if it is not in a group."""
         s, row = Float32(0.0), block.row0 + block.thread
         if row < block.live and not block.group.is_filled:
@@ -64,11 +64,11 @@ class UpSm100(UpMatrices, DownSm100):
     """Stores the preactivation, with `keeps`, and its scaled activation."""
 
     @cute.jit
-    def prepare(self, args: UpArgs, out: Output, block: Block):
+    def prepare(self, args: UpArgs, out: Output, block: RowBlock):
         return self.row_scale(args.scales, block) if const_expr(self.spec.scaled) else None
 
     @cute.jit
-    def preactivation(self, acc, args: UpArgs, block: Block, j: Int32, part: cutlass.Constexpr[int]) -> cute.Tensor:
+    def preactivation(self, acc, args: UpArgs, block: RowBlock, j: Int32, part: cutlass.Constexpr[int]) -> cute.Tensor:
         """Slice j of the gate's (part 0) or up's columns."""
         x = acc.load(part * (self.tile_cols // SLICE) + j)
         if const_expr(self.spec.biased):
@@ -81,7 +81,7 @@ class UpSm100(UpMatrices, DownSm100):
         return x
 
     @cute.jit
-    def __call__(self, acc, scale, args: UpArgs, out: Output, block: Block):
+    def __call__(self, acc, scale, args: UpArgs, out: Output, block: RowBlock):
         p, per_piece, stored = self.spec, self.output.per_piece, 1 + self.num_parts * self.spec.keeps
         for piece in cutlass.range(self.tile_cols // SLICE // per_piece, unroll=1):
             turn = piece * stored  # counts the pieces that are stored
@@ -129,14 +129,14 @@ class DownBackwardSm100(DownBackwardMatrices, DownSm100):
         return staging.loaded + thread // 32 * 2 + piece % 2
 
     @cute.jit
-    def prepare(self, args: DownBackwardArgs, out: Output, block: Block):
+    def prepare(self, args: DownBackwardArgs, out: Output, block: RowBlock):
         self.output.wait_until_free(0)
         for piece in cutlass.range_constexpr(2):
             self.load(piece, out, block)
         return self.row_scale(args.scales, block) if const_expr(self.spec.scaled) else None
 
     @cute.jit
-    def load(self, piece: cutlass.Constexpr[int], out: Output, block: Block):
+    def load(self, piece: cutlass.Constexpr[int], out: Output, block: RowBlock):
         """Starts to load a piece of z's parts."""
         barrier, buffers = self.barrier(piece, out.staging, block.thread), self.buffers(piece, block.thread)
         with cute.arch.elect_one():
@@ -147,7 +147,7 @@ class DownBackwardSm100(DownBackwardMatrices, DownSm100):
             cute.copy(atom[0], g, s[None, buffers[1 + part]], tma_bar_ptr=barrier)
 
     @cute.jit
-    def __call__(self, acc, scale, args: DownBackwardArgs, out: Output, block: Block):
+    def __call__(self, acc, scale, args: DownBackwardArgs, out: Output, block: RowBlock):
         p, output, staging, thread = self.spec, self.output, out.staging, block.thread
         stores = out._replace(staging=staging.buffers)
         for piece in cutlass.range_constexpr(self.pieces):
@@ -187,7 +187,7 @@ class DownBackwardSm100(DownBackwardMatrices, DownSm100):
             cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
-    def store_sum(self, total: Float32, parts: cute.Pointer, block: Block, col: Int32):
+    def store_sum(self, total: Float32, parts: cute.Pointer, block: RowBlock, col: Int32):
         """Stores the sum of the thread's row over the DSCALES_COLUMNS columns from `col` on."""
         row = block.row0 + block.thread
         if row < block.live and col < block.n:
