@@ -18,14 +18,16 @@ from quackish.ops.attention.config import (
     own_in_registers,
 )
 from quackish.ops.attention.problems import (
+    AttentionMaskProblem,
+    AttentionOrderProblem,
+    AttentionRowsProblem,
+)
+from quackish.ops.attention.score_problems import (
     AttentionBiasProblem,
     AttentionForwardProblem,
     AttentionKeysProblem,
-    AttentionMaskProblem,
-    AttentionOrderProblem,
     AttentionProductProblem,
     AttentionQueriesProblem,
-    AttentionRowsProblem,
 )
 from tests.variants import check_compiles, one_per, one_per_kernel
 

@@ -197,7 +197,7 @@ def test_the_resources_of_a_kernel_fit_in_80_columns(monkeypatch):
     from quackish.cli import explain
     from quackish.device.launch import Resources
     from quackish.gpu import H200
-    from quackish.ops.attention.problems import AttentionQueriesProblem
+    from quackish.ops.attention.score_problems import AttentionQueriesProblem
 
     monkeypatch.setenv("COLUMNS", "80")
     problem = AttentionQueriesProblem("bfloat16", 64)

@@ -19,7 +19,7 @@ from quackish.device.launch import Resources
 from quackish.gpu import A100, B200, H200, gpu_of
 from quackish.kernels.gemm.problem import Store
 from quackish.kernels.gemm.sm90_config import GemmConfig
-from quackish.ops.attention.problems import (
+from quackish.ops.attention.score_problems import (
     AttentionBiasProblem,
     AttentionForwardProblem,
     AttentionKeysProblem,

@@ -12,14 +12,16 @@ from quackish.device.work import LAUNCH_US, Estimate, Work, describe, estimate
 from quackish.gpu import H200, Roofs
 from quackish.kernels.gemm.problem import Store
 from quackish.ops.attention.problems import (
+    AttentionMaskProblem,
+    AttentionOrderProblem,
+    AttentionRowsProblem,
+)
+from quackish.ops.attention.score_problems import (
     AttentionBiasProblem,
     AttentionForwardProblem,
     AttentionKeysProblem,
-    AttentionMaskProblem,
-    AttentionOrderProblem,
     AttentionProductProblem,
     AttentionQueriesProblem,
-    AttentionRowsProblem,
 )
 from quackish.ops.linear_cross_entropy.gemm_problems import Dlogits, LceGemmProblem, Softmax
 from quackish.ops.linear_cross_entropy.row_problems import (

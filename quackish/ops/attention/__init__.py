@@ -3,7 +3,8 @@
 api.py           scaled_dot_product_attention
 checks.py        checks of the arguments; flattens batch dimensions
 reference.py     the steps in PyTorch: the specification, and the portable path
-problems.py      what the kernels compute, how they are configured, and their descriptions
+score_problems.py, problems.py, arguments.py    what the kernels compute; their descriptions; their arguments
+config.py        how they are configured
 kernels/         device code
 kernel_steps.py  the steps with kernels
 operators.py     the operators and their gradients, written in steps

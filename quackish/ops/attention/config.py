@@ -4,14 +4,11 @@ The numbers that differ between kernels are class attributes of their problems.
 """
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 from quackish.errors import UnsupportedError
 from quackish.gpu import Gpu
 from quackish.ops.attention.arguments import BLOCK, MAX_D, ORDERED
-
-if TYPE_CHECKING:
-    from quackish.ops.attention.problems import AttentionProblem
+from quackish.ops.attention.score_problems import AttentionProblem
 
 # Registers per thread of the producer and of the consumers, by number of consumer warp groups. All threads together may
 # have no more than at launch, when each has 65,536 / threads, rounded down to a multiple of 8. Otherwise they hang.
@@ -63,13 +60,13 @@ class AttentionRowsConfig:
     rows_per_thread: int = 2  # 4 are slower at d 128
 
 
-def attention_smem_bytes(problem: "AttentionProblem", config: AttentionConfig) -> int:
+def attention_smem_bytes(problem: AttentionProblem, config: AttentionConfig) -> int:
     own = len(problem.own) * config.own_stages * config.rows * problem.d * 2
     stages = config.num_stages * problem.stage_bytes(config.rows, config.tile)
     return own + stages + problem.result_bytes(config.rows, config.tile) + 1024  # barriers and alignment
 
 
-def own_in_registers(problem: "AttentionProblem", config: AttentionConfig) -> int:
+def own_in_registers(problem: AttentionProblem, config: AttentionConfig) -> int:
     """How many of a warp group's own tiles are in registers during an item: as many as fit.
 
     WGMMAs of their scores then read only the other tile from shared memory.
@@ -81,7 +78,7 @@ def own_in_registers(problem: "AttentionProblem", config: AttentionConfig) -> in
     return min(tiles, max(0, free) // (problem.d // 4))
 
 
-def keys_ahead(problem: "AttentionProblem", config: AttentionConfig) -> bool:
+def keys_ahead(problem: AttentionProblem, config: AttentionConfig) -> bool:
     """True if the kernel for dk and dv starts the next tile's scores before it ends this tile.
 
     That takes registers for ds beside the scores, which masks do not leave, and another stage.
@@ -90,7 +87,7 @@ def keys_ahead(problem: "AttentionProblem", config: AttentionConfig) -> bool:
     return not problem.mask and config.num_stages > 1 and needed <= REGISTERS[config.num_wgs][1]
 
 
-def attention_why_illegal(problem: "AttentionProblem", config: AttentionConfig, gpu: Gpu) -> str | None:
+def attention_why_illegal(problem: AttentionProblem, config: AttentionConfig, gpu: Gpu) -> str | None:
     if config.own_stages not in problem.own_stages:
         expected = "1 or 2" if problem.own else "1: this kernel keeps no tiles"
         return f"own_stages is {config.own_stages}; expected {expected}"
@@ -119,7 +116,7 @@ def attention_why_illegal(problem: "AttentionProblem", config: AttentionConfig, 
     return None
 
 
-def attention_config(problem: "AttentionProblem", gpu: Gpu) -> AttentionConfig:
+def attention_config(problem: AttentionProblem, gpu: Gpu) -> AttentionConfig:
     """Two consumer warp groups, as many stages as fit up to a limit, and a second stage of own tiles if it fits too."""
     # 4 stages fit some kernels at d 128, but were not measured there.
     most = 3 if problem.d == MAX_D else problem.max_stages

@@ -35,17 +35,19 @@ from quackish.ops.attention.arguments import (
 )
 from quackish.ops.attention.config import bias_parts
 from quackish.ops.attention.problems import (
-    AttentionBiasProblem,
-    AttentionForwardProblem,
-    AttentionKeysProblem,
     AttentionMaskProblem,
     AttentionOrderProblem,
-    AttentionProblem,
-    AttentionProductProblem,
-    AttentionQueriesProblem,
     AttentionRowsProblem,
 )
 from quackish.ops.attention.reference import Gradients, Inputs, Options, strides_like
+from quackish.ops.attention.score_problems import (
+    AttentionBiasProblem,
+    AttentionForwardProblem,
+    AttentionKeysProblem,
+    AttentionProblem,
+    AttentionProductProblem,
+    AttentionQueriesProblem,
+)
 
 Problem = AttentionProblem | AttentionMaskProblem | AttentionOrderProblem | AttentionRowsProblem
 

@@ -1,24 +1,18 @@
-"""What is asked of attention's kernels on Hopper, with a bias or a mask, and the descriptions of these kernels."""
+"""The problems of attention's kernels on Hopper besides those of scores, and the descriptions of all."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
-from quackish.device.arguments import ALIGNED_F32, F32, Ptr
+from quackish.device.arguments import F32, Ptr
 from quackish.device.spec import KernelSpec, on_hopper
 from quackish.device.work import Sizes, Work, bytes_of, ceil_div
 from quackish.ops.attention.arguments import (
     BLOCK,
     ORDERED,
-    BiasArgs,
-    ForwardArgs,
-    KeysArgs,
     MaskArgs,
     OrderArgs,
-    ProductArgs,
-    QueriesArgs,
     RowsArgs,
-    ScoreArgs,
     Strided,
 )
 from quackish.ops.attention.config import (
@@ -28,6 +22,14 @@ from quackish.ops.attention.config import (
     AttentionRowsConfig,
     attention_config,
     attention_why_illegal,
+)
+from quackish.ops.attention.score_problems import (
+    AttentionBiasProblem,
+    AttentionForwardProblem,
+    AttentionKeysProblem,
+    AttentionProblem,
+    AttentionProductProblem,
+    AttentionQueriesProblem,
 )
 
 
@@ -62,216 +64,6 @@ class AttentionRowsProblem:
     def args(self) -> RowsArgs:
         operand = Strided(Ptr(self.dtype, aligned=True))
         return RowsArgs(o=operand, do=operand, dlse=F32 if self.dlse else None)
-
-
-@dataclasses.dataclass(frozen=True)
-class AttentionProblem:
-    """What all kernels that compute scores depend on."""
-
-    dtype: str  # of q, k, v, o and their gradients: "bfloat16" or "float16"
-    d: int  # columns of q, k and v, rounded up: 32, 64, 96 or 128
-    bias_dtype: str | None = None  # "bfloat16", "float16" or "float32"
-    bias_aligned: bool = True  # its rows start on 16 bytes, so that TMA can load it
-    mask: bool = False
-    mask_aligned: bool = True
-    band: bool = False  # causality or a window
-    softcap: bool = False
-
-    # What differs between the kernels
-    own: ClassVar[tuple[str, ...]]  # tensors of d columns whose tiles a warp group keeps during an item
-    loaded: ClassVar[tuple[str, ...]]  # tensors of d columns whose tiles are loaded per stage
-    tiles: ClassVar[tuple[int, ...]] = (128, 64)  # legal values of `AttentionConfig.tile`
-    min_stages: ClassVar[int] = 1
-    max_stages: ClassVar[int] = 4  # of the rule
-    preferred: ClassVar[tuple[tuple[int, int], ...]]  # (tile, smallest number of stages), the best first
-
-    @property
-    def own_stages(self) -> tuple[int, ...]:
-        """Legal values of `AttentionConfig.own_stages`."""
-        return (1, 2) if self.own else (1,)
-
-    @property
-    def ordered(self) -> bool:
-        """True if tiles start in an order that depends on the mask; with a band, it depends on the band."""
-        return self.mask and not self.band
-
-    @property
-    def bias_by_tma(self) -> bool:
-        return self.bias_dtype is not None and self.bias_aligned
-
-    @property
-    def mask_by_tma(self) -> bool:
-        return self.mask and self.mask_aligned
-
-    @property
-    def has_unaligned(self) -> bool:
-        """True if values of the bias or the mask are loaded into registers, many at a time."""
-        return not (self.bias_aligned and self.mask_aligned)
-
-    def stage_bytes(self, rows: int, tile: int) -> int:
-        """Shared memory per stage of loaded tiles. rows: those of a CTA's own tile."""
-        of_bias = (4 if self.bias_dtype == "float32" else 2) * self.bias_by_tma
-        return len(self.loaded) * tile * self.d * 2 + rows * tile * (of_bias + self.mask_by_tma)
-
-    def result_bytes(self, rows: int, tile: int) -> int:
-        """Shared memory for a result before TMA stores it."""
-        return 0
-
-    def live_registers(self, tile: int) -> int:
-        """About how many registers a consumer thread needs: accumulators and operands that are live at once, and more.
-
-        Configs up to the limit compile without spills (`tests/attention/test_config.py`).
-        """
-        raise NotImplementedError
-
-    def _operand(self) -> Strided:
-        return Strided(Ptr(self.dtype, aligned=True))
-
-    def _scores(self) -> ScoreArgs:
-        operand, bias, mask, classes, order = self._operand(), None, None, None, None
-        if self.bias_dtype is not None:
-            bias = Strided(Ptr(self.bias_dtype, self.bias_aligned), column=None if self.bias_aligned else "int64")
-        if self.mask:
-            mask = Strided(Ptr("uint8", self.mask_aligned), column=None if self.mask_aligned else "int64")
-            classes = Strided(Ptr("uint8", aligned=False), column="int64")
-        if self.ordered:
-            order = Strided(Ptr("int32", aligned=False))
-        bound = "int32" if self.band else None
-        return ScoreArgs(
-            q=operand, k=operand, v=operand, bias=bias, mask=mask, classes=classes, order=order,
-            softcap="float32" if self.softcap else None, left=bound, right=bound,
-        )  # fmt: skip
-
-
-# The times below are ms in bf16 at B 4, H 16, L 2048, with a bias (B, H, L, L), measured before own tiles were kept in
-# registers. Each is named (tile, num_stages), with num_wgs 2.
-
-
-@dataclasses.dataclass(frozen=True)
-class AttentionForwardProblem(AttentionProblem):
-    own, loaded = ("q",), ("k", "v")
-    # H100, fastest run:
-    #   d 64    (128, 3) 0.227    (128, 2) 0.227    (64, 4) 0.240
-    #   d 128   (128, 2) 0.285    (64, 3) 0.302
-    preferred = ((128, 2), (64, 2))
-
-    def live_registers(self, tile: int) -> int:
-        return tile // 2 + tile // 4 + self.d // 2 + 40 + tile * self.has_unaligned
-
-    @property
-    def args(self) -> ForwardArgs:
-        return ForwardArgs(scores=self._scores(), o=self._operand())
-
-
-@dataclasses.dataclass(frozen=True)
-class AttentionKeysProblem(AttentionProblem):
-    """dk and dv, and dbias if the bias is not broadcast."""
-
-    dbias: bool = False
-
-    own, loaded = ("k", "v"), ("q", "do")
-    tiles = (128, 64, 32)
-    # H200, fastest run of the whole backward pass, with dbias:
-    #   d 64    (128, 2) 0.524    (64, 4) 0.532    (64, 5) 0.535
-    #   d 128   (64, 3) 0.674     (64, 2) 0.706
-    # With own tiles in registers, (64, 4) is still slower at d 64: a step of forward and backward takes 0.885 ms with
-    # it on an H100, and 0.874 ms with (128, 2).
-    preferred = ((128, 2), (64, 2), (64, 1), (32, 2))
-
-    @property
-    def ds_is_dbias(self) -> bool:
-        """True if dbias holds ds as dq and dk are computed from it."""
-        return self.dbias and self.bias_dtype == self.dtype and not self.softcap
-
-    @property
-    def dbias_by_tma(self) -> bool:
-        """True if TMA stores dbias, from shared memory. In fp32, threads store it."""
-        return self.dbias and self.bias_dtype != "float32"
-
-    def stage_bytes(self, rows: int, tile: int) -> int:
-        return super().stage_bytes(rows, tile) + 8 * tile  # shift and delta of the loaded rows
-
-    def result_bytes(self, rows: int, tile: int) -> int:
-        return 2 * rows * tile * self.dbias_by_tma
-
-    def live_registers(self, tile: int) -> int:
-        is_wide = self.has_unaligned or self.bias_dtype == "float32"
-        of_scores = 0 if tile == 32 else 56 if is_wide else 16 * self.mask + 8 * (self.mask and self.band)
-        return tile + tile // 4 + self.d + 16 + of_scores + tile // 2 * self.softcap
-
-    @property
-    def args(self) -> KeysArgs:
-        dbias = Strided(Ptr(self.bias_dtype, aligned=True)) if self.dbias else None
-        return KeysArgs(
-            scores=self._scores(), do=self._operand(), dk=self._operand(), dv=self._operand(), dbias=dbias
-        )  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class AttentionQueriesProblem(AttentionProblem):
-    """dq, with ds computed again."""
-
-    own, loaded = ("q", "do"), ("k", "v")
-    min_stages = 2  # the kernel releases a stage after it has the next one
-    # With a mask, 3 stages leave room for a second stage of own tiles, and a step of forward and backward takes 1.45
-    # instead of 1.48 ms (H100, d 64, a random half of the keys). With neither bias nor mask they were not measured.
-    max_stages = 3
-    # H200, median, of a kernel that also stored dbias:
-    #   d 64    (64, 4) 0.356    (128, 2) 0.376
-    #   d 128   (64, 3) 0.513    (64, 2) 0.565
-    preferred = ((128, 3), (64, 2))
-
-    def live_registers(self, tile: int) -> int:
-        return tile + tile // 4 + self.d // 2 + 40 + tile // 4 * self.has_unaligned + tile // 2 * self.softcap
-
-    @property
-    def args(self) -> QueriesArgs:
-        return QueriesArgs(scores=self._scores(), do=self._operand(), dq=self._operand())
-
-
-@dataclasses.dataclass(frozen=True)
-class AttentionProductProblem(AttentionProblem):
-    """dq from ds in memory. With a mask only the classes of its blocks are read."""
-
-    own, loaded = (), ("k",)
-    # H200, median of the whole backward pass, with an older kernel for dk and dv:
-    #   d 64    (128, 3) 0.547    (64, 4) 0.549
-    #   d 128   (128, 3) 0.827    (64, 4) 0.831
-    preferred = ((128, 2), (64, 2))
-    mask_by_tma = False
-
-    def stage_bytes(self, rows: int, tile: int) -> int:
-        return super().stage_bytes(rows, tile) + 2 * rows * tile  # ds
-
-    def live_registers(self, tile: int) -> int:
-        return self.d // 2 + 40
-
-    @property
-    def args(self) -> ProductArgs:
-        return ProductArgs(scores=self._scores()._replace(mask=None), ds=self._operand(), dq=self._operand())
-
-
-@dataclasses.dataclass(frozen=True)
-class AttentionBiasProblem(AttentionProblem):
-    """The gradient of a bias that is broadcast over batch, heads or both."""
-
-    in_parts: bool = False  # in fp32, to be summed; else one part, in the dtype of the bias
-
-    own, loaded = (), ("k", "v")  # tiles of q and do, of a CTA's rows, are loaded too
-    preferred = ((128, 2), (64, 2), (64, 1))  # not measured
-    ordered = False
-
-    def stage_bytes(self, rows: int, tile: int) -> int:
-        return super().stage_bytes(rows, tile) + 2 * rows * self.d * 2 + 8 * rows  # q, do, shift and delta
-
-    def live_registers(self, tile: int) -> int:
-        is_complex = self.softcap or (self.mask and self.band) or self.has_unaligned
-        return tile + tile // 2 + 40 + 16 * is_complex
-
-    @property
-    def args(self) -> BiasArgs:
-        dbias = Strided(ALIGNED_F32 if self.in_parts else Ptr(self.bias_dtype, aligned=True))
-        return BiasArgs(scores=self._scores(), do=self._operand(), dbias=dbias)
 
 
 # Descriptions --------------------------------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ from quackish.gpu import Gpu
 from quackish.ops.attention.arguments import Strided
 from quackish.ops.attention.config import REGISTERS, AttentionConfig
 from quackish.ops.attention.kernel_steps import AttentionSteps
-from quackish.ops.attention.problems import AttentionProblem, AttentionProductProblem
 from quackish.ops.attention.reference import Inputs, Options
+from quackish.ops.attention.score_problems import AttentionProblem, AttentionProductProblem
 
 _ALIGNED = 16  # columns: TMA loads rows of a bias or a mask that start on 16 bytes
 
