@@ -59,7 +59,7 @@ def measure(cell: Cell, names: Sequence[str], run: Run) -> None:
 
 BENCHES = (
     Bench(
-        SOFTMAX, ROOFS, tuple(PROVIDERS), load, measure,
+        SOFTMAX, ROOFS, ("err_y", "err_dx"), tuple(PROVIDERS), load, measure,
         unit="us",
         directions={"forward": "forward", "backward": "backward"},
     ),
