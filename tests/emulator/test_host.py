@@ -130,11 +130,12 @@ def test_a_missing_compiler_is_named_with_its_cure(monkeypatch):
 
 
 def test_host_code_that_calls_something_unknown_does_not_load(exported, monkeypatch, tmp_path):
-    source = host._SHIM.read_text().replace("int _cudaLibraryGetKernel(", "int another(")
+    # a name that nothing in the process has: it may have loaded CUDA's real functions
+    source = host._SHIM.read_text() + "\nint _cudaUnknown(void);\nint caller(void) { return _cudaUnknown(); }\n"
     (tmp_path / "shim.c").write_text(source)
     subprocess.run(["cc", "-c", "-fPIC", "-o", tmp_path / "shim.o", tmp_path / "shim.c"], check=True)
     monkeypatch.setattr(host, "_shim", (tmp_path / "shim.o").read_bytes)
-    with pytest.raises(NotImplementedError, match="undefined symbol: _cudaLibraryGetKernel"):
+    with pytest.raises(NotImplementedError, match="undefined symbol: _cudaUnknown"):
         host.load(exported, H200)
 
 
