@@ -1,4 +1,4 @@
-"""Mutation tests: 20 one-line mistakes in kernels and host code, each of which must fail a test.
+"""Mutation tests: one-line mistakes in kernels and host code, each of which must fail a test.
 
     python scripts/mutations.py --jobs 2                  # all of them
     python scripts/mutations.py --only lce_rows_without_wait

@@ -1,8 +1,9 @@
-"""Small shapes of every kind, forward and backward, for scripts/sanitize.sh (compute-sanitizer).
+"""Small shapes, forward and backward, for scripts/sanitize.sh (compute-sanitizer).
 
     python -m tests.sanitize_shapes [part of a shape's name]
 
-Inputs are made on the CPU, so that few kernels besides quackish's run. Other tests check the results.
+They are `small` of every operation of the tools, and those below. Inputs are made on the CPU, so that few kernels
+besides quackish's run. Other tests check the results.
 """
 
 import sys
@@ -17,6 +18,7 @@ from quackish.ops.linear_cross_entropy import layout as configs
 from quackish.ops.linear_cross_entropy.api import linear_cross_entropy
 from quackish.ops.mlp import kernel_steps
 from quackish.ops.mlp.reference import GATED
+from quackish.ops.shared.for_tools import Operation, operations
 from quackish.testing.inputs import rows, weights
 from tests.attention.cases import LARGE, case, large_case, step
 from tests.linear_cross_entropy.cases import make, run
@@ -177,10 +179,18 @@ def run_attention(name) -> None:
     step(large_case(GPU, **LARGE[name]) if name in LARGE else case(device=GPU, **ATTENTION[name]))
 
 
+def run_small(op: Operation, device: str = GPU) -> None:
+    """The shape `small` of an operation, with default options."""
+    args = op.arguments(op.small, BF16, torch.device("cpu"))
+    moved = {n: t.detach().to(device).requires_grad_(t.requires_grad) for n, t in args.items() if torch.is_tensor(t)}
+    op.call(args | moved, "cute")
+
+
 def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("sanitize_shapes.py: needs an NVIDIA GPU")
-    calls = {name: lambda name=name: run_rms_norm(*RMS_NORM[name]) for name in RMS_NORM}
+    calls = {f"{name}, small": lambda op=op: run_small(op) for name, op in operations().items()}
+    calls |= {name: lambda name=name: run_rms_norm(*RMS_NORM[name]) for name in RMS_NORM}
     calls |= {name: lambda name=name: run_linear_cross_entropy(name) for name in LINEAR_CROSS_ENTROPY}
     calls |= {name: lambda name=name: run_grouped_mlp(*GROUPED_MLP[name]) for name in GROUPED_MLP}
     calls |= {name: lambda name=name: run_token_rows(*TOKEN_ROWS[name]) for name in TOKEN_ROWS}

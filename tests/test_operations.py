@@ -9,24 +9,18 @@ from quackish.ops.shared.for_tools import in_fp64, operations, parse_shape
 
 OPERATIONS = operations()
 CPU, META, BF16 = torch.device("cpu"), torch.device("meta"), torch.bfloat16
-VALUES = {  # of options with a value
-    "residual": "float32", "residual_dtype": "float16", "weight_dtype": "float32", "out_dtype": "float32", "heads": 4,
-    "schedule": "recompute", "chunk_size": 8, "memory_limit": 1 << 30, "reduction": "none", "label_smoothing": 0.1,
-    "softcap": 30.0, "logit_scale": 0.5, "z_loss": 1e-3, "activation": "geglu",
-    "attn_bias": "1,H", "bias_dtype": "float32", "attn_mask": "top",
-}  # fmt: skip
-NEEDS = {"residual_dtype": {"residual": "same"}}
 CALLS = [(name, option) for name, op in OPERATIONS.items() for option in (None, *op.options)]
 
 
-def options_of(option):
-    return {} if option is None else {option: VALUES.get(option, True), **NEEDS.get(option, {})}
+def options_of(op, option):
+    return {} if option is None else {option: op.options[option].example, **op.options[option].needs}
 
 
 @pytest.mark.parametrize("name, option", CALLS)
 def test_each_option_reaches_the_call(name, option):
     """Results, gradients and buffers agree with fp64, and an option changes the arguments."""
-    op, options = OPERATIONS[name], options_of(option)
+    op = OPERATIONS[name]
+    options = options_of(op, option)
     args = op.arguments(op.small, BF16, CPU, options)
     assert args.keys() <= inspect.signature(op.function).parameters.keys()
     if option == "no_grad":
@@ -48,7 +42,7 @@ def test_each_option_reaches_the_call(name, option):
 @pytest.mark.parametrize("name, option", CALLS)
 def test_dry_runs_get_the_same_arguments_without_memory(name, option):
     op = OPERATIONS[name]
-    args, meta = (op.arguments(op.small, BF16, where, options_of(option)) for where in (CPU, META))
+    args, meta = (op.arguments(op.small, BF16, where, options_of(op, option)) for where in (CPU, META))
     for key, t in args.items():
         if torch.is_tensor(t):
             assert meta[key].is_meta

@@ -94,6 +94,20 @@ def test_one_run_is_not_enough():
         assert_deterministic(torch.sin, X, runs=1)
 
 
+def test_gradients_of_outputs_are_not_the_inputs():
+    """As when both have seed 0: the gradient of a norm would be nearly 0."""
+    x, seen = torch.randn(64, 8, generator=torch.Generator().manual_seed(0)).requires_grad_(), []
+
+    def function(x):
+        y = x * 1
+        y.register_hook(seen.append)
+        return y
+
+    assert_close_to_fp64(function, function, x)
+    assert len(seen) == 2
+    assert all(dy.abs().mean() > 0.5 and (dy - x).abs().mean() > 0.5 for dy in seen)
+
+
 @pytest.mark.parametrize("check", [lambda f: assert_deterministic(f, X), lambda f: assert_close_to_fp64(f, f, X)])
 def test_a_function_without_tensors(check):
     with pytest.raises(TypeError, match="returned a float without tensors; expected a tensor, or tuples"):

@@ -59,8 +59,13 @@ def measure(cell: Cell, names: Sequence[str], run: Run) -> None:
 
 BENCHES = (
     Bench(
-        SOFTMAX, ROOFS, ("err_y", "err_dx"), tuple(PROVIDERS), load, measure,
-        unit="us",
+        op=SOFTMAX,
         directions={"forward": "forward", "backward": "backward"},
+        roofs=ROOFS,
+        errors=("err_y", "err_dx"),
+        unit="us",
+        providers=tuple(PROVIDERS),
+        load=load,
+        measure=measure,
     ),
-)  # fmt: skip
+)

@@ -47,7 +47,7 @@ def _kernel_for(problem_class: type, x: Tensor, backend: str) -> tuple[KernelDev
     device = device_of(x.device)
     try:
         if isinstance(device, str):
-            raise UnsupportedError(f"{WHO}: {device}")
+            raise UnsupportedError(f'{WHO}: {device} backend="auto" runs the portable path.')
         problem = problem_class(x.shape[-1], name_of(x.dtype))
         return device, device.kernel_for(problem, device.gpu).launch
     except UnsupportedError as error:

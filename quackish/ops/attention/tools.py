@@ -67,17 +67,21 @@ ATTENTION = Operation(
             "batch and heads of the bias: B,H (the default), 1,H, B,1, 1,1; none: no bias",
             type=one_of({name.lower(): name for name in (*BIASES, "none")}),
             metavar="SIZES",
+            example="1,H",
         ),
-        "bias_dtype": value(None, "dtype of the bias, if not --dtype", type=one_of(DTYPES), metavar="DTYPE"),
+        "bias_dtype": value(
+            None, "dtype of the bias, if not --dtype", type=one_of(DTYPES), metavar="DTYPE", example="float32"
+        ),
         "attn_mask": value(
             None,
             f"with a bool mask (B, 1, L, L): half of the keys, the top quarter of a row (at most {MOST_KEYS}), or "
             f"blocks of {MASK_BLOCK} keys; one of {', '.join(MASKS)}",
             type=one_of({name: name for name in MASKS}),
             metavar="KIND",
+            example="top",
         ),
         "causal": flag("is_causal", "with a causal mask"),
-        "softcap": value("softcap", type=float, metavar="C"),
+        "softcap": value("softcap", type=float, metavar="C", example=30.0),
         "return_lse": flag("return_lse", "also return lse, and backpropagate through it"),
         "no_grad": no_grad(),
     },

@@ -55,7 +55,7 @@ GROUPED_MLP = Operation(
     make=_make_grouped,
     options={
         "bias": flag(None, "with a bias"),
-        "activation": value("activation", ", ".join(get_args(Activation))),
+        "activation": value("activation", ", ".join(get_args(Activation)), example="geglu"),
         "w3": flag(None, "gate and up projection are separate tensors"),
         "scales": flag(
             "scales", "with fp32 row scales", lambda new, r, *_: new.rows(r, seed=4, dtype=torch.float32).sigmoid()

@@ -59,12 +59,20 @@ RMS_NORM = Operation(
     options={
         "bias": flag(None, "with a bias"),
         "residual": _dtype(
-            "with a residual; its dtype is --dtype unless given", {"same": "same"}, nargs="?", const="same"
+            "with a residual; its dtype is --dtype unless given",
+            {"same": "same"},
+            nargs="?",
+            const="same",
+            example="float32",
         ),
-        "residual_dtype": _dtype("dtype of the returned sum of input and residual"),
-        "weight_dtype": _dtype("dtype of the weight, if not --dtype; none: no weight", {"none": "none"}),
-        "out_dtype": _dtype("dtype of y"),
-        "heads": value(None, "one weight per head: row r uses weight r %% H", type=int, metavar="H"),
+        "residual_dtype": _dtype(
+            "dtype of the returned sum of input and residual", example="float16", needs={"residual": "same"}
+        ),
+        "weight_dtype": _dtype(
+            "dtype of the weight, if not --dtype; none: no weight", {"none": "none"}, example="float32"
+        ),
+        "out_dtype": _dtype("dtype of y", example="float32"),
+        "heads": value(None, "one weight per head: row r uses weight r %% H", type=int, metavar="H", example=4),
         "dweight_out": flag(None, "add the weight gradient to a buffer"),
     },
     passes=("forward", "backward"),

@@ -46,11 +46,15 @@ class Option(NamedTuple):
     keyword: str | None  # the argument of the call that it sets; None: `Operation.make` reads it
     arguments: dict[str, Any]  # arguments of argparse's add_argument
     tensor: Callable[..., Tensor] | None = None  # (maker, *shape) -> the argument; None: the value as given
+    example: Any = True  # a value, which tests pass; it changes the arguments of the call
+    needs: Options = types.MappingProxyType({})  # other options that it is given with
 
 
-def value(keyword: str | None, help: str | None = None, **arguments: Any) -> Option:
+def value(
+    keyword: str | None, help: str | None = None, *, example: Any, needs: Options | None = None, **arguments: Any
+) -> Option:
     """An option with a value, which is the argument of the call."""
-    return Option(keyword, dict(help=help, **arguments))
+    return Option(keyword, dict(help=help, **arguments), example=example, needs=needs or {})
 
 
 def flag(keyword: str | None, help: str, tensor: Callable[..., Tensor] | None = None) -> Option:
