@@ -22,12 +22,13 @@ from quackish.device.kernel_for import CompiledKernel
 from quackish.gpu import H200
 from quackish.kernels.gemm.problem import NUM_TICKETS, Store
 from quackish.ops.linear_cross_entropy import gemm_problems as lce
-from quackish.ops.linear_cross_entropy import row_state
+from quackish.ops.linear_cross_entropy import row_problems, row_state
 from quackish.ops.linear_cross_entropy.launches import LceKernels
 from quackish.ops.linear_cross_entropy.row_problems import NO_SLOT, ROW_TILE
 from quackish.ops.linear_cross_entropy.row_state import RowStateParts
 from quackish.ops.mlp import gemm_problems as mlp
 from quackish.ops.mlp import reference
+from quackish.ops.mlp.problems import TokenRowsProblem
 
 I16, I32, I64, BF16, FP32 = torch.int16, torch.int32, torch.int64, torch.bfloat16, torch.float32
 HUGE, HEADROOM, SMALLEST_RATIO, LEAST_LOG2, LOG2_E = 2e38, 60.0, 2.0**-20, -256.0, math.log2(math.e)
@@ -71,12 +72,24 @@ class Counted:
 
 def kernel_for(problem, gpu):
     """Replaces quackish.device.kernel_for.kernel_for. Checks which arguments are None, and alignment."""
+    check_fields(problem)
+    if hasattr(problem, "epilogue"):
+        check_fields(problem.epilogue)
 
     def launch(args, stream):
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             return KERNELS[problem.spec.name](problem, checked(args, problem.args, problem))
 
     return CompiledKernel(launch, choose(problem, gpu).config)
+
+
+def check_fields(p):
+    """A field that is not in KNOWN would be ignored."""
+    unknown = {field.name for field in dataclasses.fields(p)} - set(KNOWN[type(p)].split())
+    assert not unknown, (
+        f"tests/emulated_kernels.py does not know {', '.join(sorted(unknown))} of {type(p).__name__}: "
+        "compute what it changes there, and add it to KNOWN"
+    )
 
 
 def checked(args, specs, problem):
@@ -594,3 +607,33 @@ KERNELS = dict(
     lce_targets=targets, lce_bias=bias, lce_scatter=scatter, lce_scale=scale,
     token_rows=token_rows,
 )  # fmt: skip
+
+# The fields of problems and epilogues that are taken into account here, or that change no result
+_LOGITS = "bias_dtype softcap smoothing weighted logit_scale"
+KNOWN = {
+    row_problems.LceCompactProblem: "target_dtype class_weight_dtype divisor",
+    row_problems.LceGatherProblem: (
+        "h dtype target_dtype bias_dtype dx_dtype softcap only_live_x x_aligned return_stats"
+    ),
+    row_problems.LceRowsProblem: (
+        "stats grads h dtype class_weight_dtype label_smoothing softcap grad_loss grad_lse exp_logits_split "
+        "first_slot_of_class logit_scale return_stats grad_log_prob grad_entropy"
+    ),
+    row_problems.LceSortProblem: "exp_logits_split first_slot_of_class presorted",
+    row_problems.LceTargetsProblem: "h dtype dw_dtype x_aligned rounding_residual",
+    row_problems.LceBiasProblem: "dtype row_scale accumulate wide",
+    row_problems.LceScatterProblem: "h dx_dtype",
+    row_problems.LceScaleProblem: "dtype",
+    lce.LceGemmProblem: "epilogue dtype out_dtype a_major b_major live a_in_two d_in_two split_k_tail",
+    lce.Softmax: f"{_LOGITS} return_stats recompute_flagged",
+    lce.Dlogits: f"{_LOGITS} entropy",
+    lce.RowsOut: "",
+    lce.StoreWithResidual: "",
+    Store: "scaled accumulate",
+    mlp.MlpGemmProblem: "epilogue dtype max_groups out_dtype b_major b_in_two cluster_tile",
+    mlp.Up: "activation scaled biased keeps",
+    mlp.Down: "biased",
+    mlp.DownBackward: "activation scaled",
+    mlp.Store: "accumulate",
+    TokenRowsProblem: "op n dtype",
+}

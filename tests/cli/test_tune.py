@@ -248,6 +248,7 @@ CASES = [
     LCE + "chunked",
     LCE + "stored --bias --softcap 30",
     LCE + "recompute --label-smoothing 0.1 --class-weight --dtype fp16",
+    LCE + "recompute --logit-scale 0.5 --return-stats",
     "linear_cross_entropy 2000x4096x30000",  # exp_logits in two buffers
     "grouped_mlp 3000x256x128x8 --scales",
     "grouped_mlp 3000x128x200x8 --w3 --bias --scales --activation geglu --grad-weight-out",
@@ -276,6 +277,16 @@ def test_a_case_launches_its_problem_by_the_given_config(words):
             for one, other in zip(results[0], results[1], strict=True):
                 assert (one is None) == (other is None)
                 assert one is None or one.shape == other.shape
+
+
+@pytest.mark.parametrize("epilogue", emulated_kernels.EPILOGUES)
+def test_an_epilogue_of_linear_cross_entropy_with_all_options_has_its_arguments(epilogue):
+    """The emulated kernels check that each argument of the problem is given."""
+    options = {field.name: True if field.type in (bool, "bool") else BF16 for field in dataclasses.fields(epilogue)}
+    problem = LceGemmProblem(epilogue(**options), BF16, "float32" if epilogue is Store else BF16)
+    with substitute("cpu", KernelDevice(H200, emulated_kernels.kernel_for)):
+        build = cases.prepare(problem, H200, dict(m=70, n=400, k=64), CPU)
+        search.results_of(build(choose.analytical(problem, H200).config))
 
 
 @pytest.mark.parametrize("words", [words for words in CASES if "grouped" in words])

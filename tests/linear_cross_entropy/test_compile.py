@@ -45,7 +45,10 @@ def test_opcheck(needs, schedule, device):
             t.requires_grad_(need)
         scale = torch.tensor(0.7, device=device)
         inputs = Inputs(x, w, target, kw["linear_bias"], kw["weight"], scale)
-        plan = LossPlan(IGNORED, 0.1, 3.0, 1e-3, reduction, return_stats, FP32, "", schedule, 5)
+        plan = LossPlan(
+            ignore_index=IGNORED, label_smoothing=0.1, softcap=3.0, z_loss=1e-3, reduction=reduction,
+            return_stats=return_stats, compute_dtype=FP32, why_portable="", schedule=schedule, chunk_rows=5,
+        )  # fmt: skip
         args = *inputs, *plan, needs
         torch.library.opcheck(forward_operator.overload, args)
         with torch.no_grad():

@@ -31,6 +31,7 @@ from quackish.ops.linear_cross_entropy.gemm_problems import (
 from quackish.ops.linear_cross_entropy.launches import LceKernels
 from quackish.testing import assert_deterministic
 from quackish.testing.errors import error, same_bits
+from tests import emulated_kernels
 from tests.emulated_kernels import HUGE, NO_SLOT, add_residual, decode, encode, lce_kernels
 from tests.linear_cross_entropy.cases import PATHS
 from tests.variants import check_compiles, one_per_epilogue
@@ -201,6 +202,13 @@ def both(k, method, **args):
 
 def close(got, truth, eps):
     return error(got, truth.to(FP64)).within(eps, 16 * eps)
+
+
+def test_emulated_kernels_refuse_options_that_they_do_not_know(monkeypatch):
+    known = dataclasses.make_dataclass("Known", [("margin", bool, False)], bases=(Softmax,), frozen=True)
+    monkeypatch.setitem(emulated_kernels.KNOWN, known, emulated_kernels.KNOWN[Softmax])
+    with pytest.raises(AssertionError, match=r"tests/emulated_kernels\.py does not know margin of Known: "):
+        emulated_kernels.kernel_for(LceGemmProblem(known(), "bfloat16", "bfloat16"), H200)
 
 
 SHAPES = [

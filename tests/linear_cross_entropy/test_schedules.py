@@ -558,8 +558,11 @@ def test_opcheck(needs, schedule, path):
         if schedule == "chunked" and reduction == "none":
             continue  # the rule makes it `recompute`
         dx_in_forward = (schedule, reduction) == ("recompute", "mean")
-        how = IGNORED, 0.0, 3.0, 1e-3, reduction, reduction == "none", BF16, None
-        plan = LossPlan(*how, schedule, 128, dx_in_forward, dx_in_forward)
+        plan = LossPlan(
+            ignore_index=IGNORED, label_smoothing=0.0, softcap=3.0, z_loss=1e-3, reduction=reduction,
+            return_stats=reduction == "none", compute_dtype=BF16, why_portable=None, schedule=schedule, chunk_rows=128,
+            dx_in_forward=dx_in_forward, dw_in_chunks=dx_in_forward,
+        )  # fmt: skip
         scale, items = torch.tensor(0.7, **path.here), torch.tensor(9.0, **path.here)
         inputs = Inputs(x, w, target, kw["linear_bias"], kw["weight"], scale, items)
         args = *inputs, *plan, needs

@@ -69,7 +69,7 @@ def _data(p: LceGemmProblem, sizes: Mapping[str, int], device: torch.device) -> 
         b, d = normal(device, p.dtype, k, n), torch.zeros(m, n, dtype=dtype_of(p.out_dtype), device=device)
     epilogue = _epilogue(p, m, n, k, device)
     written = [d, second if p.d_in_two else None]
-    written += [getattr(epilogue, name, None) for name in ("part_sum", "part_wsum", "target_logit")]
+    written += [getattr(epilogue, name, None) for name in ("part_sum", "part_wsum", "part_elog", "target_logit")]
     counters = torch.zeros(NUM_TICKETS + 1, dtype=torch.int32, device=device)
     num_live = torch.tensor([k if p.live == "k" else m], dtype=torch.int32, device=device)
     on = require_device("tune", device)
@@ -112,10 +112,14 @@ def _epilogue(p: LceGemmProblem, m: int, n: int, k: int, device: torch.device) -
         "flags": lambda: torch.zeros(1 + -(-m // ROW_TILE), dtype=torch.int32, device=device),
         "part_sum": lambda: torch.empty(m, tiles, device=device),
         "part_wsum": lambda: torch.empty(m, tiles, device=device),
+        "part_elog": lambda: torch.empty(m, tiles, device=device),
+        "argmax_bits": lambda: torch.full((m,), torch.iinfo(torch.int64).min, device=device),
         "target_logit": lambda: torch.empty(m, device=device),
+        "logit_scale": lambda: torch.full((), 0.5, device=device),
         "softcap": lambda: 30.0 if options.softcap else 0.0,
         "tiles": lambda: tiles,
         "coefs": lambda: torch.rand(m, 4, device=device),
+        "coef_entropy": lambda: torch.rand(m, device=device),
         "v0": lambda: 0,
         "row_scale": lambda: torch.rand(m, device=device) / k,
         "order": lambda: torch.randperm(m, device=device).int(),
