@@ -6,7 +6,8 @@ from typing import Any
 
 from quackish.device.spec import KernelSpec
 
-OPERATIONS = ("rms_norm", "linear_cross_entropy", "mlp", "attention")  # adding one is its folder and its name here
+# Adding one is its folder and its name here.
+OPERATIONS = ("rms_norm", "linear_cross_entropy", "mlp", "attention", "rotary")
 
 
 def parts(name: str) -> Iterator[Any]:
