@@ -13,6 +13,7 @@ VALUES = {  # of options with a value
     "residual": "float32", "residual_dtype": "float16", "weight_dtype": "float32", "out_dtype": "float32", "heads": 4,
     "schedule": "recompute", "chunk_size": 8, "memory_limit": 1 << 30, "reduction": "none", "label_smoothing": 0.1,
     "softcap": 30.0, "logit_scale": 0.5, "z_loss": 1e-3, "activation": "geglu",
+    "layout": "interleaved", "rotary_dim": 32, "table_dtype": "float32",
     "attn_bias": "1,H", "bias_dtype": "float32", "attn_mask": "top",
 }  # fmt: skip
 NEEDS = {"residual_dtype": {"residual": "same"}}
