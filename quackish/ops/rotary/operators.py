@@ -10,7 +10,7 @@ from quackish.device.kernel_device import device_of, report_portable
 from quackish.device.modes import check_memory
 from quackish.ops.operator import Operator, refuse_batched_gradients
 from quackish.ops.rotary import reference
-from quackish.ops.rotary.plans import layout_of, plan_for, readable, strides_of_result
+from quackish.ops.rotary.plans import kind_of, plan_for, readable, strides_of_result
 from quackish.ops.rotary.problems import RotaryArgs
 
 WHO = "rotary"
@@ -19,43 +19,48 @@ _args = RotaryArgs._make  # checks the number of fields in a third of the time t
 
 def _run(q, k, cos, sin, q_strides, k_strides, rotary_dim, layout, transpose, backend) -> tuple[Tensor, Tensor | None]:
     """Results have `q_strides` and `k_strides` if given, else those of `strides_of_result`."""
-    check_memory(WHO, q=q, k=k, cos=cos, sin=sin)
-    tensors = [q] if k is None else [q, k]
-    strides = tuple(map(_strides_of_result, tensors, (q_strides, k_strides)))  # without k, one
-    found = None
     if backend != "reference" and q.numel():
-        found = _run_kernel(tensors, (cos, sin), strides, rotary_dim, layout, transpose)
-        if isinstance(found, str):
-            report_portable(found, q.device, backend)
-    if found is None or isinstance(found, str):
-        found = [
-            torch.empty_strided(t.shape, s, dtype=t.dtype, device=t.device)
-            for t, s in zip(tensors, strides, strict=True)
-        ]
-        for t, out in zip(tensors, found, strict=True):
+        device = device_of(q.device)
+        if isinstance(device, str):
+            found: Any = f'{WHO}: {device} backend="auto" runs the portable path.'
+        else:
+            found = _run_kernel(device, q, k, cos, sin, q_strides, k_strides, rotary_dim, layout, transpose)
+        if not isinstance(found, str):
+            return found
+        report_portable(found, q.device, backend)
+    check_memory(WHO, q=q, k=k, cos=cos, sin=sin)
+    results: list[Tensor | None] = []
+    for t, strides in ((q, q_strides), (k, k_strides)):
+        out = None
+        if t is not None:
+            out = torch.empty_strided(t.shape, _strides_of_result(t, strides), dtype=t.dtype, device=t.device)
             reference.rotary(t, cos, sin, out, rotary_dim, layout, transpose)
-    return found[0], None if k is None else found[1]
+        results.append(out)
+    return results[0], results[1]
 
 
-def _run_kernel(
-    tensors: list[Tensor], tables: tuple[Tensor, Tensor], strides: tuple, *options: Any
-) -> list[Tensor] | str:
+def _run_kernel(device, q, k, cos, sin, q_strides, k_strides, *options) -> tuple[Tensor, Tensor | None] | str:
     """The results; a sentence if no kernel covers the call."""
-    device = device_of(tensors[0].device)
-    if isinstance(device, str):
-        return f'{WHO}: {device} backend="auto" runs the portable path.'
-    tensors, (cos, sin) = list(map(readable, tensors)), map(readable, tables)
-    addresses = [t.data_ptr() for t in (tensors[0], tensors[-1], cos, sin)]  # without k, q's twice
+    q_ptr, cos_ptr, sin_ptr = q.data_ptr(), cos.data_ptr(), sin.data_ptr()
+    k_ptr = q_ptr if k is None else k.data_ptr()
+    if not (q_ptr and k_ptr and cos_ptr and sin_ptr):
+        check_memory(WHO, q=q, k=k, cos=cos, sin=sin)
     plan = plan_for(
-        device, choose.epoch, tuple(map(layout_of, tensors)), (layout_of(cos), layout_of(sin)), strides,
-        not any(address % 16 for address in addresses), *options,
+        device, choose.epoch, kind_of(q), None if k is None else kind_of(k), kind_of(cos), kind_of(sin),
+        q_strides and tuple(q_strides), k_strides and tuple(k_strides),
+        (q_ptr | k_ptr | cos_ptr | sin_ptr) & 15 == 0, *options,
     )  # fmt: skip
+    if plan is None:
+        copies = readable(q), None if k is None else readable(k), readable(cos), readable(sin)
+        given = [s or _strides_of_result(t, s) for t, s in ((q, q_strides), (q if k is None else k, k_strides))]
+        return _run_kernel(device, *copies, *given, *options)
     if isinstance(plan, str):
         return plan
-    results = [device.empty(*of) for of in plan.results]
-    args = _args((*addresses, results[0].data_ptr(), results[-1].data_ptr(), *plan.numbers))
-    plan.launch(args, device.stream())
-    return results
+    q_out = device.empty(*plan.results[0])
+    k_out = None if k is None else device.empty(*plan.results[1])
+    written = q_out.data_ptr(), (q_out if k_out is None else k_out).data_ptr()
+    plan.launch(_args((q_ptr, k_ptr, cos_ptr, sin_ptr, *written, *plan.numbers)), device.stream())
+    return q_out, k_out
 
 
 def _strides_of_result(t: Tensor, given: Any) -> tuple[int, ...]:
