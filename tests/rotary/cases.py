@@ -63,3 +63,15 @@ def step(inputs, **options):
     q, k = quackish.rotary(*inputs, **options)
     grads = [normal(*t.shape, dtype=t.dtype, seed=7, device=t.device) for t in (q, k)]
     return [q.detach(), k.detach(), *torch.autograd.grad((q, k), inputs[:2], grads)]
+
+
+# Options of `case` and of the call. More than four heads, a last vector of half size, rows that are not aligned.
+KERNELS = {
+    "halves": (dict(d=64, rotary_dim=32, q_heads=9, table_batch=2), {}),
+    "half table, tail": (dict(d=40, rotary_dim=32, half=True, dtype=FP16, table_dtype=FP16), {}),
+    "interleaved": (dict(d=16, rotary_dim=8, table_dtype=BF16), dict(layout="interleaved")),
+    "interleaved, half": (dict(d=16, dtype=FP32, half=True), dict(layout="interleaved")),
+    "to halves": (dict(d=32, rotary_dim=16), dict(layout="interleaved_to_halves")),
+    "not aligned": (dict(d=9, rotary_dim=6, q_heads=5), {}),
+    "to halves, not aligned": (dict(d=7, rotary_dim=6, half=True), dict(layout="interleaved_to_halves")),
+}

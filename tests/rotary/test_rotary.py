@@ -16,7 +16,7 @@ from quackish.testing import assert_close_to_fp64, assert_deterministic
 from quackish.testing.errors import same_bits
 from quackish.types import RotaryLayout
 from tests.emulator_cases import BLACKWELL, QUICK, emulated
-from tests.rotary.cases import BF16, FP16, FP32, FP64, LAYOUTS, case, functions, normal, step, truth
+from tests.rotary.cases import BF16, FP16, FP32, FP64, KERNELS, LAYOUTS, case, functions, normal, step, truth
 from tests.variants import check_compiles
 
 rotary = quackish.rotary
@@ -36,33 +36,21 @@ def test_portable(layout, half, sizes):
         assert_close_to_fp64(*functions(layout=layout, rotary_dim=rotary_dim), *inputs)
 
 
-# Options of `case` and of the call. More than four heads, a last vector of half size, rows that are not aligned.
-EMULATED = {
-    "halves": (dict(d=64, rotary_dim=32, q_heads=9, table_batch=2), {}),
-    "half table, tail": (dict(d=40, rotary_dim=32, half=True, dtype=FP16, table_dtype=FP16), {}),
-    "interleaved": (dict(d=16, rotary_dim=8, table_dtype=BF16), dict(layout="interleaved")),
-    "interleaved, half": (dict(d=16, dtype=FP32, half=True), dict(layout="interleaved")),
-    "to halves": (dict(d=32, rotary_dim=16), dict(layout="interleaved_to_halves")),
-    "not aligned": (dict(d=9, rotary_dim=6, q_heads=5), {}),
-    "to halves, not aligned": (dict(d=7, rotary_dim=6, half=True), dict(layout="interleaved_to_halves")),
-}
-
-
 def check_emulated(name, where):
-    sizes, options = EMULATED[name]
+    sizes, options = KERNELS[name]
     options = dict(rotary_dim=sizes.get("rotary_dim"), **options)
     with emulated(where) as report:
         assert_close_to_fp64(*functions(backend="cute", **options), *case(length=37, **sizes))
     assert [launch.kernel for launch in report.launches] == ["rotary", "rotary"]  # one each way
 
 
-@pytest.mark.parametrize("name", EMULATED)
+@pytest.mark.parametrize("name", KERNELS)
 def test_emulated(name):
     check_emulated(name, QUICK)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name, where", list(itertools.product(EMULATED, ("h200/at_once/1", *BLACKWELL))))
+@pytest.mark.parametrize("name, where", list(itertools.product(KERNELS, ("h200/at_once/1", *BLACKWELL))))
 def test_emulated_everywhere(name, where):
     check_emulated(name, where)
 
