@@ -1,4 +1,4 @@
-"""Mutation tests: 20 one-line mistakes in kernels and host code, each of which must fail a test.
+"""Mutation tests: 21 one-line mistakes in kernels and host code, each of which must fail a test.
 
     python scripts/mutations.py --jobs 2                  # all of them
     python scripts/mutations.py --only lce_rows_without_wait
@@ -170,6 +170,14 @@ MUTATIONS = (
         "pair = tensors and tensors[0].dtype == first.dtype",
         "pair = tensors",
         "tests/linear_cross_entropy/test_schedules.py -k 'only_required_gradients and mean and chunked and bias'",
+    ),
+    # rotary
+    Mutation(
+        "rotary_gradient_with_the_other_sine",
+        "quackish/ops/rotary/kernels/rotary.py",
+        "y0 = cute.math.fma(x0, c0, x1 * s1)",
+        "y0 = cute.math.fma(x0, c0, x1 * s0)",
+        "tests/rotary/test_rotary.py -k 'test_emulated and halves'",
     ),
     Mutation(
         "streams_share_a_workspace",

@@ -68,18 +68,13 @@ def call_of(rotary: Rotary, direction: str, args: Args, grads: list[Tensor]) -> 
         grads = [grad.clone() for grad in grads]
     leaves = args["q"], args["k"]
     plain = {name: t.detach() for name, t in args.items()}
-
-    def differentiable() -> dict[str, Tensor]:
-        """Liger cannot write into leaves."""
-        return args | {name: args[name].view_as(args[name]) for name in ("q", "k")} if in_place else args
+    kept = rotary(**args) if direction == "backward" else ()
 
     def run() -> tuple[Tensor, ...]:
         if direction == "forward":
             return rotary(**plain)
-        results = rotary(**differentiable()) if direction == "host" else kept
+        results = rotary(**args) if direction == "host" else kept
         return torch.autograd.grad(results, leaves, grads, retain_graph=True)
-
-    kept = rotary(**differentiable()) if direction == "backward" else ()
 
     def without_results() -> None:
         run()
