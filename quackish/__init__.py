@@ -22,6 +22,7 @@ __all__ = [
     "rms_norm",
     "rms_norm_backward",
     "rms_norm_forward",
+    "rotary",
     "scaled_dot_product_attention",
     "use_kernels",
 ]
@@ -37,6 +38,7 @@ _HOMES = {
     "ops.linear_cross_entropy.api": ["LinearCrossEntropyLoss", "linear_cross_entropy"],
     "ops.linear_cross_entropy.reference": ["LinearCrossEntropyStats"],
     "ops.rms_norm.api": ["RMSNorm", "rms_norm", "rms_norm_backward", "rms_norm_forward"],
+    "ops.rotary.api": ["rotary"],
     "profiling": ["profile"],
 }
 
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
     from quackish.ops.mlp.api import grouped_mlp, grouped_mm
     from quackish.ops.mlp.moe import moe_mlp
     from quackish.ops.rms_norm.api import RMSNorm, rms_norm, rms_norm_backward, rms_norm_forward
+    from quackish.ops.rotary.api import rotary
     from quackish.profiling import profile
 else:
 

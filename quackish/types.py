@@ -9,6 +9,7 @@ Backend = Literal["auto", "cute", "reference"]
 Reduction = Literal["none", "mean", "sum"]
 Schedule = Literal["auto", "stored", "chunked", "recompute"]
 Activation = Literal["swiglu", "clamped_swiglu", "geglu", "silu", "relu2"]
+RotaryLayout = Literal["halves", "interleaved", "interleaved_to_halves"]
 Device = torch.device | str | int | None
 
 # Options that do not change the type of the result. Overloads name the others.

@@ -171,6 +171,14 @@ MUTATIONS = (
         "pair = tensors",
         "tests/linear_cross_entropy/test_schedules.py -k 'only_required_gradients and mean and chunked and bias'",
     ),
+    # rotary
+    Mutation(
+        "rotary_gradient_with_the_other_sine",
+        "quackish/ops/rotary/kernels/rotary.py",
+        "y0 = cute.math.fma(x0, c0, x1 * s1)",
+        "y0 = cute.math.fma(x0, c0, x1 * s0)",
+        "tests/rotary/test_rotary.py -k 'test_emulated and halves'",
+    ),
     Mutation(
         "streams_share_a_workspace",
         "quackish/device/workspace.py",

@@ -22,6 +22,9 @@ from quackish.ops.shared.for_tools import Operation, operations
 from quackish.testing.inputs import rows, weights
 from tests.attention.cases import LARGE, case, large_case, step
 from tests.linear_cross_entropy.cases import make, run
+from tests.rotary.cases import KERNELS as ROTARY
+from tests.rotary.cases import case as rotary_case
+from tests.rotary.cases import step as rotary_step
 
 GPU = "cuda"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -186,6 +189,11 @@ def run_small(op: Operation, device: str = GPU) -> None:
     op.call(args | moved, "cute")
 
 
+def run_rotary(sizes, options) -> None:
+    inputs = rotary_case(length=37, device=GPU, **sizes)
+    rotary_step(inputs, rotary_dim=sizes.get("rotary_dim"), backend="cute", **options)
+
+
 def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("sanitize_shapes.py: needs an NVIDIA GPU")
@@ -195,6 +203,7 @@ def main() -> None:
     calls |= {name: lambda name=name: run_grouped_mlp(*GROUPED_MLP[name]) for name in GROUPED_MLP}
     calls |= {name: lambda name=name: run_token_rows(*TOKEN_ROWS[name]) for name in TOKEN_ROWS}
     calls |= {name: lambda name=name: run_attention(name) for name in ATTENTION}
+    calls |= {f"rotary, {name}": lambda name=name: run_rotary(*ROTARY[name]) for name in ROTARY}
     calls |= {f"attention, {name}": lambda name=name: run_attention(name) for name in LARGE}
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
     names = [name for name in calls if wanted in name]

@@ -74,6 +74,8 @@ TABLE = {
     "sdpa(q, q, q, return_lse=1)": "return_lse is 1, an int; expected True or False",
     "sdpa(q, q, q, attn_bias=torch.ones(4, 4).bool())": "attn_bias is torch.bool; expected bfloat16, ... pass a bool "
     "mask as attn_mask",
+    "quackish.rotary(q, q, q, q)": "rotary: cos is (1, 2, 4, 8) but q is (1, 2, 4, 8); expected (4, W) or (1, 4, W)",
+    "quackish.rotary(q, q, q[0, 0], q[0, 0], 8)": "rotary() takes 4 positional arguments but 5 were given",
     "quackish.use_kernels('no')": "use_kernels: enabled is 'no', a str; expected True or False",
     "quackish.emulate(3).__enter__()": "quackish.emulate: gpu is 3, an int; expected a quackish.gpu.Gpu or one of h100",
     "testing.assert_deterministic(rms_norm(x, w))": "assert_deterministic: function is a Tensor; expected a function, "

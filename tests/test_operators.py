@@ -60,6 +60,10 @@ def attention(q, k, v, bias):
     return quackish.scaled_dot_product_attention(q, k, v, mask, attn_bias=bias, enable_gqa=True, window=(9, None))
 
 
+def rotated(q, k):
+    return torch.cat(quackish.rotary(q, k, *TABLES), 1)
+
+
 def statistics(function):
     return lambda *inputs: function(*inputs)[1].entropy
 
@@ -74,6 +78,8 @@ ATTENDED = (
     normal(B, HEADS, Q, D), normal(B, KEYS, Q + 8, D, seed=1), normal(B, KEYS, Q + 8, D, seed=2),
     normal(1, HEADS, Q, Q + 8, seed=3),
 )  # fmt: skip
+
+TABLES = torch.rand(2, Q, D)
 
 # {name: (function, its tensors, FLOPs of forward and backward)}, the FLOPs as (portable, kernels) if they differ
 CASES = {
@@ -102,6 +108,7 @@ CASES = {
     "sums": (lambda a, b: mm(a.mT, b), (ROWS[0], normal(R, 2 * I)), 3 * UP),
     "rms_norm": (quackish.rms_norm, (HEAD[0], normal(H)), 0),
     "attention": (attention, ATTENDED, 7 * SCORES),
+    "rotary": (rotated, (ATTENDED[0], normal(B, KEYS, Q, D, seed=1)), 0),
 }  # fmt: skip
 each_case = pytest.mark.parametrize("name", CASES)
 
@@ -197,7 +204,7 @@ def test_a_checkpoint_that_saves_every_operator(name):
     assert_checkpoints(name)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("rms_norm", "attention")])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("rms_norm", "attention", "rotary")])
 def test_a_checkpoint_that_saves_every_operator_of_kernels(name):
     with substitute("cpu", KernelDevice(H200, emulated_kernels.kernel_for)):
         assert_checkpoints(name)

@@ -52,7 +52,9 @@ def _add_measuring_arguments(parser: argparse.ArgumentParser, bench: "Bench") ->
     add("--shapes", shapes_help, type=_list_of(str), nargs="+", default=[], metavar="SHAPE[,...]")
     for name in bench.options:
         add(flag_of(name), **bench.op.options[name].arguments)
-    direction_help = "default both; except for rms_norm, forward is without grad, and backward means forward + backward"
+    alone = bench.directions["backward"] == "backward"
+    of_backward = "backward alone" if alone else "forward + backward, and forward is without grad"
+    direction_help = f"default both; backward means {of_backward}"
     add("--direction", direction_help, choices=("forward", "backward", "both"), default="both")
     dtypes = _list_of(one_of(_DTYPES))
     add("--dtype", ", ".join(_DTYPES), type=dtypes, default=["bfloat16"], metavar="DTYPE[,...]")

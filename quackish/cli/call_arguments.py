@@ -1,6 +1,7 @@
 """The arguments of a call in `explain`, `precompile` and `tune`: OP SHAPE and options; and its dry run."""
 
 import argparse
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,7 +40,7 @@ def add_shape_and_options(parser: argparse.ArgumentParser, entries: Sequence[Ope
     for name, option in {name: option for op in entries for name, option in op.options.items()}.items():
         title = ", ".join(op.name for op in entries if name in op.options)
         if title not in groups:
-            groups[title] = parser.add_argument_group(title)
+            groups[title] = parser.add_argument_group(textwrap.fill(title, 78))
         groups[title].add_argument(flag_of(name), **option.arguments)
 
 

@@ -163,6 +163,11 @@ def refuse_second_derivatives(who: str, *grads: Tensor | None) -> None:
     """RuntimeError in a backward pass with create_graph=True or with batched gradients."""
     if torch.is_grad_enabled():
         raise RuntimeError(f"{who}: create_graph=True (double backward) is not supported")
+    refuse_batched_gradients(who, *grads)
+
+
+def refuse_batched_gradients(who: str, *grads: Tensor | None) -> None:
+    """RuntimeError in a backward pass with batched gradients."""
     if any(grad is not None and (_is_batched(grad) or _is_legacy_batched(grad)) for grad in grads):
         raise RuntimeError(f"{who}: vmap over gradients (is_grads_batched=True) is not supported")
 
