@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quackish.device import choose, cuda, launch, toolchain, workspace
 from quackish.device.kernel_for import CompiledKernel, KernelFor, kernel_for
-from quackish.device.modes import is_compiling
+from quackish.device.modes import is_compiling, traced_as_constant
 from quackish.device.spec import EMULATED_ONLY, KernelSpec
 from quackish.errors import UnsupportedError, check_bool, warn_once
 from quackish.gpu import FAMILIES, Gpu, gpu_of
@@ -164,6 +164,7 @@ def require_device(op: str, device: torch.device) -> KernelDevice:
     return found
 
 
+@traced_as_constant
 def expects_kernels(device: torch.device) -> bool:
     """True on GPUs and substitutes, where the portable path gives a warning.
 
@@ -172,12 +173,14 @@ def expects_kernels(device: torch.device) -> bool:
     return (device.type == "cuda" and _uses_kernels) or isinstance(device_of(device), KernelDevice)
 
 
+@traced_as_constant
 def requires_kernels(device: torch.device, backend: str) -> bool:
     """True if a call that no kernel covers raises instead of running the portable path."""
     found = device_of(device)
     return backend == "cute" or (backend == "auto" and isinstance(found, KernelDevice) and found.must_cover)
 
 
+@traced_as_constant
 def _refuse_compile(op: str, device: torch.device) -> None:
     """Raises UnsupportedError on a device that `must_cover`."""
     found = device_of(device)
@@ -186,12 +189,6 @@ def _refuse_compile(op: str, device: torch.device) -> None:
             f"{op}: torch.compile is not supported where every call must run kernels, because compiled code may "
             'outlive the block; expected an eager call, as with torch.compiler.set_stance("force_eager")'
         )
-
-
-# torch.compiler.assume_constant_result sets this too, but it imports the compiler, including Triton.
-_traced_as_constants: tuple[Any, ...] = why_unsupported, expects_kernels, requires_kernels, _refuse_compile
-for _function in _traced_as_constants:
-    _function._dynamo_marked_constant = True
 
 
 def refuse_compile_in_substitutes(op: str, device: torch.device) -> None:

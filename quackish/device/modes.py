@@ -17,6 +17,15 @@ jit_trace = torch._C._get_tracing_state
 forward_ad = torch.autograd.forward_ad
 
 
+def traced_as_constant(function: Any) -> Any:
+    """Lets torch.compile call `function` while it traces, with numbers, strings and devices only as arguments.
+
+    torch.compiler.assume_constant_result does the same, but imports the compiler, including Triton.
+    """
+    function._dynamo_marked_constant = True
+    return function
+
+
 def is_plain() -> bool:
     """True if only autograd intercepts this call, so that kernels can bypass the dispatcher."""
     return not (

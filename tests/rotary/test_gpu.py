@@ -17,6 +17,13 @@ rotary = quackish.rotary
 SIZES = [(64, 64), (128, 128), (256, 64), (80, 32), (72, 48), (81, 30), (2, 2)]  # D and rotary_dim
 
 
+@pytest.fixture(autouse=True)
+def _free_memory():
+    """Other processes test on this GPU too."""
+    yield
+    torch.cuda.empty_cache()
+
+
 @pytest.mark.parametrize("layout, sizes, dtype", list(itertools.product(LAYOUTS, SIZES, (BF16, FP16, FP32))))
 def test_numbers(layout, sizes, dtype):
     d, rotary_dim = sizes
@@ -73,8 +80,8 @@ def test_graphs_and_no_synchronization():
 @pytest.mark.parametrize("transposed", [False, True])
 def test_more_than_2_to_the_31_elements(transposed):
     """The last rows, whose offsets exceed 32 bits."""
-    if torch.cuda.get_device_properties(0).total_memory < 40e9:
-        pytest.skip("needs 40 GB of GPU memory")
+    if torch.cuda.mem_get_info()[0] < 16e9:
+        pytest.skip("needs 16 GB of free GPU memory")
     batch, heads, length, d = 3, 48, 118_000, 128
     shape = (batch, length, heads, d) if transposed else (batch, heads, length, d)
     q = torch.empty(shape, dtype=BF16, device="cuda").normal_()

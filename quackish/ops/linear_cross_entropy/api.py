@@ -8,7 +8,14 @@ from torch import Tensor, nn
 
 from quackish.device import choose
 from quackish.device.kernel_device import expects_kernels, refuse_portable, report_portable, why_unsupported
-from quackish.device.modes import are_plain, autocast_dtype, is_compiling, is_plain, is_transformed
+from quackish.device.modes import (
+    are_plain,
+    autocast_dtype,
+    is_compiling,
+    is_plain,
+    is_transformed,
+    traced_as_constant,
+)
 from quackish.errors import UnsupportedError, check_bool
 from quackish.ops.linear_cross_entropy import memory, operators, portable
 from quackish.ops.linear_cross_entropy.calls import Call, LossPlan, grads_needed, requires_grad
@@ -317,6 +324,11 @@ def _range(number: float) -> tuple:
     return type(number), 0 <= number < 2**63, FP32.tiny <= number <= FP32.max
 
 
+@traced_as_constant
+def _why_unsupported(device: torch.device) -> str:
+    return why_unsupported("linear_cross_entropy", GEMM_SPEC, device)
+
+
 def make_plan(inputs: Inputs, options: Options, eager: bool = False) -> LossPlan:
     """Checks the arguments and chooses path, schedule and chunks from shapes, dtypes, device and options."""
     check_tensors(inputs)
@@ -327,7 +339,7 @@ def make_plan(inputs: Inputs, options: Options, eager: bool = False) -> LossPlan
     compute_dtype = resolve_compute_dtype(inputs)
     why_portable = ""
     if m > 0 and backend != "reference":  # without rows, the portable path is enough
-        why_portable = why_unsupported("linear_cross_entropy", GEMM_SPEC, device)
+        why_portable = _why_unsupported(device)
         why_portable = why_portable or _not_covered(compute_dtype, h) or None
     if why_portable:
         refuse_portable(why_portable, device, backend)

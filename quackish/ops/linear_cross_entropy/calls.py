@@ -117,8 +117,7 @@ class Call(NamedTuple):
     eager: bool  # kernels are launched directly; else by a custom operator, which returns all that backward needs
     grad_outputs: GradOutputs = NO_GRADS  # of forward, which computes gradients for a loss's gradient of 1
 
-    @property
-    def num_outputs(self) -> int:
+    def num_outputs(self) -> int:  # PyTorch 2.9 cannot trace a property of a NamedTuple
         """How many of `Outputs` are returned."""
         return len(Outputs._fields) if self.plan.return_stats else 1 + self.return_lse
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quackish.device import cuda
-from quackish.device.modes import is_compiling
+from quackish.device.modes import is_compiling, traced_as_constant
 from quackish.gpu import Gpu
 from quackish.ops.linear_cross_entropy.calls import Call, GradOutputs, Grads, LossPlan, grads_needed, requires_grad
 from quackish.ops.linear_cross_entropy.checks import Inputs
@@ -90,15 +90,12 @@ def problem_for(plan: LossPlan, v: int, h: int, return_lse: bool, has_out: bool)
 # Memory limit ---------------------------------------------------------------------------------------------------------
 
 
+@traced_as_constant
 def choose_within_limit(
     memory_limit: int, request: tuple, schedule: str, chunk_size: int | None, gpu: Gpu | None = None
 ) -> tuple[str, int, bool, bool, bool]:
     """The fields of the fastest config within `memory_limit` bytes; ValueError if there is none."""
     return isolated(_choose, memory_limit, Request(*request), schedule, chunk_size, gpu)
-
-
-# torch.compiler.assume_constant_result sets this too, but it imports the compiler, including Triton.
-choose_within_limit._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _choose(memory_limit: int, request: Request, schedule: str, chunk_size: int | None, gpu: Gpu | None) -> tuple:

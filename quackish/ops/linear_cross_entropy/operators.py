@@ -175,7 +175,7 @@ def _run_operator(call: Call) -> tuple[Tensor, ...]:
     if items is not None and not isinstance(items, Tensor):  # a tensor, so that compiled code is not specialized on it
         dtype = accumulate_dtype(call.plan.compute_dtype)
         inputs = inputs._replace(num_items=torch.full((), items, dtype=dtype, device=inputs.input.device))
-    return forward_operator.apply(*inputs, *call.plan, call.needed.as_bools())[: call.num_outputs]
+    return forward_operator.apply(*inputs, *call.plan, call.needed.as_bools())[: call.num_outputs()]
 
 
 def _run_backward(call: Call, saved: Saved) -> Grads:

@@ -42,7 +42,7 @@ def forward(call: Call) -> tuple[list[Tensor], Saved, ForwardGrads]:
         divisor = mean_divisor(rows, inputs.num_items)
         loss = loss / divisor
     outputs = [reshaped(loss, shape) if loss.dim() else loss, *(reshaped(t, shape) for t in stats)]
-    return outputs[: call.num_outputs], Saved(divisor, None, logits), ForwardGrads(grads)
+    return outputs[: call.num_outputs()], Saved(divisor, None, logits), ForwardGrads(grads)
 
 
 def backward(call: Call, saved: Saved) -> Grads:
@@ -144,7 +144,7 @@ def run_full_logits(call: Call) -> tuple[Tensor, ...]:
         )  # fmt: skip
     per_row: Any = stats if plan.return_stats else (stats,)
     loss = loss.reshape(target.shape) if plan.reduction == "none" else loss
-    return (loss, *(t.reshape(target.shape) for t in per_row))[: call.num_outputs]
+    return (loss, *(t.reshape(target.shape) for t in per_row))[: call.num_outputs()]
 
 
 def addmm(a: Tensor, b: Tensor, out: Tensor) -> None:

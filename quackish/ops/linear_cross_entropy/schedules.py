@@ -99,7 +99,7 @@ def forward(call: Call) -> tuple[list[Tensor], Saved, ForwardGrads]:
     loss, saved, computed = run_forward(prepared, call.needed, call.eager)
     outputs, state = [reshaped(loss, shape) if plan.reduction == "none" else loss.sum()], prepared.state
     # copies, because users may write to them
-    for name in ("lse", "log_prob", "entropy")[: call.num_outputs - 1]:
+    for name in ("lse", "log_prob", "entropy")[: call.num_outputs() - 1]:
         outputs.append(reshaped(state.tensor(name).clone(), shape))
     if plan.return_stats:
         outputs.append(reshaped(state.tensor("predicted").long(), shape))
