@@ -194,14 +194,13 @@ class KernelSteps:
     def _token_rows(self, op: str, x: Tensor, rows: Tensor, num_out: int) -> Tensor:
         x, rows = _aligned(x.contiguous()), rows.contiguous()  # a hook on saved tensors may return other strides
         (tokens, k), out = rows.shape, self.matrix(num_out, x.shape[1], x.dtype)
-        problem = TokenRowsProblem(op, x.shape[1], cuda.name_of(x.dtype))
-        launch = self._token_rows_kernel(problem)
+        launch = self._token_rows_kernel(op, x.shape[1], x.dtype)
         args = by_name(TokenRowsArgs)(x=x.data_ptr(), rows=rows.data_ptr(), out=out.data_ptr(), tokens=tokens, k=k)
         launch(args, self.stream())
         return out
 
-    def _find_token_rows(self, problem: TokenRowsProblem) -> Callable:
-        return self.device.kernel_for(problem, self.device.gpu).launch
+    def _find_token_rows(self, op: str, n: int, dtype: torch.dtype) -> Callable:
+        return self.device.kernel_for(TokenRowsProblem(op, n, cuda.name_of(dtype)), self.device.gpu).launch
 
 
 def steps_of(device: KernelDevice) -> KernelSteps:
