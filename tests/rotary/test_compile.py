@@ -21,7 +21,8 @@ rotary = quackish.rotary
 def test_opcheck(where):
     q, k, cos, sin = case()
     with emulated(where) if where == QUICK else torch.enable_grad():
-        torch.library.opcheck(operator.overload, (q, k, cos, sin, None, None, 16, "halves", False, "auto"))
+        if where == "portable":
+            torch.library.opcheck(operator.overload, (q, k, cos, sin, None, None, 16, "halves", False, "auto"))
         args = (q[:, :1, ::2], None, cos[:, ::2], sin[:, ::2], [48, 16, 16, 1], None, 16, "interleaved", True, "auto")
         torch.library.opcheck(operator.overload, args)
 
