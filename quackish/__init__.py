@@ -17,6 +17,7 @@ __all__ = [
     "grouped_mlp",
     "grouped_mm",
     "linear_cross_entropy",
+    "mlp",
     "moe_mlp",
     "profile",
     "rms_norm",
@@ -34,6 +35,7 @@ _HOMES = {
     "ops.attention.api": ["scaled_dot_product_attention"],
     "device.kernel_device": ["use_kernels"],
     "ops.mlp.api": ["grouped_mlp", "grouped_mm"],
+    "ops.mlp.dense": ["mlp"],
     "ops.mlp.moe": ["moe_mlp"],
     "ops.linear_cross_entropy.api": ["LinearCrossEntropyLoss", "linear_cross_entropy"],
     "ops.linear_cross_entropy.reference": ["LinearCrossEntropyStats"],
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
     from quackish.ops.linear_cross_entropy.api import LinearCrossEntropyLoss, linear_cross_entropy
     from quackish.ops.linear_cross_entropy.reference import LinearCrossEntropyStats
     from quackish.ops.mlp.api import grouped_mlp, grouped_mm
+    from quackish.ops.mlp.dense import mlp
     from quackish.ops.mlp.moe import moe_mlp
     from quackish.ops.rms_norm.api import RMSNorm, rms_norm, rms_norm_backward, rms_norm_forward
     from quackish.ops.rotary.api import rotary

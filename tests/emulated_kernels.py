@@ -547,7 +547,7 @@ def grouped_gemm(p, a):
         assert a.a_stride % 8 == 0
         groups = reference.Groups(memory(a.offs, I32, (a.groups,)), a.rows)
         A, B = memory(a.a, dtype, (a.rows, a.m), (a.a_stride, 1)), memory(a.b, dtype, (a.rows, a.n))
-        D, total = memory(a.d, out, (a.groups, a.m, a.n)), reference.sum_of_products(A, B, groups)
+        D, total = memory(a.d, out, (a.groups, a.m, a.n)), groups.sum_of_products(A, B)
         D.copy_(torch.where(groups.has_rows[:, None, None], D + total, D) if p.epilogue.accumulate else total)
 
     def rows(a):
@@ -558,10 +558,10 @@ def grouped_gemm(p, a):
         bs += [weights(a, a.second, a.n)] if p.b_in_two else []
         if is_up:
             A = memory(a.a, dtype, (a.rows, a.k))
-            acc = torch.cat([reference.rows_times(A, b, groups) for b in bs], 1)
+            acc = torch.cat([groups.rows_times(A, b) for b in bs], 1)
         else:
             parts = memory(a.a, dtype, (a.rows, a.k * len(bs))).chunk(len(bs), 1)
-            acc = sum(reference.rows_times(part, b, groups) for part, b in zip(parts, bs, strict=True))
+            acc = sum(groups.rows_times(part, b) for part, b in zip(parts, bs, strict=True))
         if getattr(o, "biased", False):
             acc = acc + memory(e.bias, FP32, (a.groups, acc.shape[1])).index_select(0, groups.of_row)
         acc, scales = groups.defined(acc), None

@@ -21,7 +21,7 @@ NAMES = dict(
     torch=torch, quackish=quackish, F=torch.nn.functional, x=X, w=WEIGHT, head=HEAD, target=TARGET, w1=W1, w2=W2,
     offs=OFFS, index=INDEX, routed=ROUTED, q=Q, rms_norm=quackish.rms_norm, backward=quackish.rms_norm_backward,
     RMSNorm=quackish.RMSNorm, lce=quackish.linear_cross_entropy, Loss=quackish.LinearCrossEntropyLoss,
-    mlp=quackish.grouped_mlp, moe=quackish.moe_mlp, mm=quackish.grouped_mm,
+    dense=quackish.mlp, mlp=quackish.grouped_mlp, moe=quackish.moe_mlp, mm=quackish.grouped_mm,
     sdpa=quackish.scaled_dot_product_attention, testing=quackish.testing, parallel=quackish.parallel,
 )  # fmt: skip
 
@@ -92,6 +92,20 @@ TABLE = {
     "quackish.config(lce_dw=3).__enter__()": "quackish.config: lce_dw is 3, an int; expected a dict of fields, or a Ge",
     "parallel.VocabParallelHead(8, 6.0)": "VocabParallelHead: num_classes is 6.0, a float; expected an int",
     "parallel.VocabParallelHead(8, 6, sofcap=3.0)": "VocabParallelHead has no option 'sofcap'; ... mean softcap?",
+    # mlp has the weights of one group
+    "dense(x, w1[0].mT, w2[0])": "mlp: w1 is (8, 10) ... (10, 8); w1.t() has this shape",
+    "dense(x, w1[0], w2[0].mT)": "mlp: w2 is (5, 8) but x is (4, 8); expected (8, I) with I >= 1; w2.t() has this shape",
+    "dense(x, w1, w2)": "mlp: w2 is (3, 8, 5) but x is (4, 8); expected (8, I) with I >= 1",
+    "dense(x, w1[0, :5], w2[0])": "mlp: w1 is (5, 8) ... expected (10, 8) as [gate; up], or w3 beside it",
+    "dense(x, w1[0], w2[0], b3=w)": "mlp: b3 is given but w3 is None; expected None: b1 has the biases of all rows",
+    "dense(x, w1[0], w2[0], b1=w)": "mlp: b1 is (8,) but w1 is (10, 8); expected (10,)",
+    "dense(x, w1[0, :5], w2[0], w3=w1[0, 5:], b3=w)": "mlp: b3 is (8,) but w3 is (5, 8); expected (5,)",
+    "dense(x, w1[0], w2[0], residual=w)": "mlp: residual is (8,) but x is (4, 8), w2 is (8, 5); expected (4, 8)",
+    "dense(x, w1[0], w2[0], residual=x.bfloat16())": "mlp: residual is torch.bfloat16; expected torch.float32, as the",
+    "dense(x, w1[0, :5], w2[0], activation='gelu')": "mlp: activation is 'gelu'; expected one of 'swiglu', ",
+    "dense(x[0, 0], w1[0], w2[0])": "mlp: x is (); expected (..., H) with H >= 1",
+    "dense(x, w1[0], w2[0], grad_w3_out=w1[0, :5])": "mlp: grad_w3_out is given but w3 is None; expected None",
+    "dense(x, w1[0], w2[0], backend='cute')": "mlp: no kernel for cpu tensors.",
     # the function that was called, not the one that it calls
     "moe(x, index, routed, w1, w2, activaton='silu')": "moe_mlp() got an unexpected keyword argument 'activaton'",
     "moe(x, index, routed, w1, w2, activation='swigul')": "moe_mlp: activation is 'swigul'; ... did you mean swiglu",

@@ -154,6 +154,20 @@ def experts(activation: Activation = "swiglu", backend: Backend = "auto") -> Non
         quackish.moe_mlp(x, index, weights, w1, w2, recomputes=True)  # type: ignore[call-arg]
 
 
+def dense(activation: Activation = "swiglu", backend: Backend = "auto") -> None:
+    x, w1, w2, w3 = torch.randn(2, 6, 8), torch.randn(16, 8), torch.randn(8, 16), torch.randn(16, 8)
+    b1, b2, b3, outs = torch.zeros(16), torch.zeros(8), torch.zeros(16), [torch.zeros_like(w) for w in (w1, w2, w3)]
+    y = quackish.mlp(
+        x, w1, w2, w3=w3, b1=b1, b3=b3, b2=b2, activation=activation, residual=x, recompute=True, grad_w1_out=outs[0],
+        grad_w3_out=outs[2], grad_w2_out=outs[1], backend=backend,
+    )  # fmt: skip
+    assert_type(y, Tensor)
+
+    def rejected() -> None:
+        quackish.mlp(x, w1, w2, activation="gelu")  # type: ignore[arg-type]
+        quackish.mlp(x, w1, w2, w3)  # type: ignore[misc]
+
+
 def tools() -> None:
     def double(x: Tensor) -> Tensor:
         return 2 * x

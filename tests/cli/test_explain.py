@@ -439,7 +439,7 @@ def test_launches_and_memory_of_grouped_mlp():
     assert len(result.steps) == 7 <= 8  # PyTorch sums the partial gradients of the scales
     assert sum(s.work.flops for s in result.steps if s.kernel == "grouped_gemm") == 3 * 2 * r * h * 3 * i
     saved, gradients, y = 4 * r * i, 2 * (r * h + experts * 3 * h * i), 2 * r * h
-    assert result.peak_bytes == pytest.approx(y + gradients + 2 * saved, rel=0.01)  # also the preactivation's gradient
+    assert result.peak_bytes == pytest.approx(y + gradients + saved, rel=0.01)  # the preactivation's or its gradient
     assert sum(buffer.bytes for buffer in result.buffers) == result.peak_bytes
     without_grad = dry(f"grouped_mlp {r}x{h}x{i}x{experts} --no-grad")
     assert without_grad.peak_bytes == pytest.approx(y + 2 * r * i, rel=0.01)

@@ -45,7 +45,7 @@ def test_operators_are_registered_as_torch_expects():
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     inputs = [case.get(name) for name in ("x", "w1", "w3", "b1", "w2", "b2", "scales", "offs")]
     torch.library.opcheck(
-        operators.mlp_forward.overload, (*inputs, None, None, None, "swiglu", True, "auto"), test_utils=tests
+        operators.grouped_forward.overload, (*inputs, None, None, None, None, "swiglu", True, "auto"), test_utils=tests
     )
     torch.library.opcheck(operators.rows.overload, (case["x"], case["w1"], case["offs"], "auto"), test_utils=tests)
     torch.library.opcheck(operators.group_sums.overload, (case["x"], case["x"], case["offs"], "auto"), test_utils=tests)

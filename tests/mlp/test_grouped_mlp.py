@@ -245,7 +245,8 @@ def test_rows_of_no_group_are_zero_and_reach_nothing(activation, where):
 def test_each_step_ignores_rows_of_no_group(where):
     case, dy = make(split=True, device=where.device, dtype=where.dtypes[0])
     x, w1, w2, w3, b1, b2, scales = (case[name].detach() for name in NAMES)
-    offs, steps = case["offs"], operators.steps_for("grouped_mlp", x, case["w2"].shape[2], case["offs"], where.backend)
+    offs, (_, num_columns) = case["offs"], case["w2"].shape[1:]
+    steps = operators.steps_for("grouped_mlp", x, num_columns, len(offs), where.backend)
     all_needed, dtype = reference.Needs(True, True, True), x.dtype
     z, act = steps.up(x, w1, w3, b1, scales, offs, "swiglu", True)
     kept = z.clone()  # down_backward may rely on the zeros of `up`

@@ -1,4 +1,4 @@
-"""Checks of the arguments of grouped_mlp, grouped_mm and moe_mlp: ValueError for shapes, TypeError for dtypes."""
+"""Checks of the arguments of grouped_mlp, mlp, moe_mlp and grouped_mm: ValueError for shapes, TypeError for dtypes."""
 
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class Inputs(NamedTuple):
-    """The tensors of a call of grouped_mlp."""
+    """The tensors of a call of grouped_mlp, or of mlp, whose weights and biases have no dimension E."""
 
     x: Tensor  # (R, H)
     w1: Tensor  # (E, 2I, H) or (E, I, H)
@@ -24,13 +24,14 @@ class Inputs(NamedTuple):
     w2: Tensor  # (E, H, I)
     b2: Tensor | None  # (E, H)
     scales: Tensor | None  # (R,)
-    offs: Tensor  # (E,)
+    offs: Tensor | None = None  # (E,); None for mlp
+    residual: Tensor | None = None  # of mlp, as y
     grad_w1_out: Tensor | None = None
     grad_w3_out: Tensor | None = None
     grad_w2_out: Tensor | None = None
 
     def leaves(self) -> tuple[Tensor | None, ...]:
-        """The arguments that may get gradients."""
+        """The arguments whose gradients are computed. residual's is that of y."""
         return self[:_NUM_LEAVES]
 
 
@@ -38,31 +39,34 @@ _NUM_LEAVES = Inputs._fields.index("offs")
 
 
 def check_mlp(who: str, inputs: Inputs, activation: Any, recompute: Any, backend: Any) -> torch.dtype:
-    """Checks the arguments of grouped_mlp and those that moe_mlp shares. Returns the dtype to round x and weights to.
+    """Checks the arguments of grouped_mlp and those that mlp and moe_mlp share. Returns the dtype to round to.
 
-    who: the function that the user called. For "moe_mlp", x is (..., H), and offs and scales are None.
+    who: the function that the user called. For "mlp" and "moe_mlp", x is (..., H), and offs and scales are None.
     """
     x, w1, w3, _, w2, *_ = inputs
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise ValueError(f"{who}: activation is {shown(activation)}; expected {choices(activation, ACTIVATIONS)}")
     check_bool(who, recompute=recompute)
     check_backend(who, backend)
-    tensors, is_grouped = inputs._asdict(), who == "grouped_mlp"
+    tensors, is_grouped, is_dense = inputs._asdict(), who == "grouped_mlp", who == "mlp"
     _check_are_tensors(who, tensors, ("x", "w1", "w2", "offs")[: 4 if is_grouped else 3])
     if w3 is not None and activation not in GATED:
         raise ValueError(f'{who}: w3 is given but activation is "{activation}", which has no gate; expected None')
     if is_grouped and (x.dim() != 2 or x.shape[1] == 0):
         raise ValueError(f"{who}: x is {dims(x)}; expected (R, H) with H >= 1: flatten tokens to rows")
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"{who}: x is {dims(x)}; expected (..., H) with H >= 1")
     rows, h = x.shape[0], x.shape[-1]
-    if w2.dim() != 3 or 0 in w2.shape or w2.shape[1] != h:
-        hint = _TRANSPOSE.format("w2") if w2.dim() == 3 and w2.shape[2] == h else ""
-        raise ValueError(f"{who}: w2 is {dims(w2)} but x is {dims(x)}; expected (E, {h}, I) with E, I >= 1{hint}")
-    num_groups, _, i = w2.shape
+    if w2.dim() != 3 - is_dense or 0 in w2.shape or w2.shape[-2] != h:
+        hint = _transposed("w2", w2) if w2.dim() == 3 - is_dense and w2.shape[-1] == h else ""
+        expected = f"({h}, I) with I >= 1" if is_dense else f"(E, {h}, I) with E, I >= 1"
+        raise ValueError(f"{who}: w2 is {dims(w2)} but x is {dims(x)}; expected {expected}{hint}")
+    *groups, _, i = w2.shape
     hidden = 2 * i if activation in GATED and w3 is None else i
-    out_1, out_2, out_3 = (num_groups, hidden, h), (num_groups, h, i), (num_groups, i, h)
+    out_1, out_2, out_3 = (*groups, hidden, h), (*groups, h, i), (*groups, i, h)
     shapes = dict(
-        w1=out_1, w3=out_3, b1=(num_groups, 2 * i if activation in GATED else i), b2=(num_groups, h), scales=(rows,),
-        offs=(num_groups,), grad_w1_out=out_1, grad_w3_out=out_3, grad_w2_out=out_2,
+        w1=out_1, w3=out_3, b1=(*groups, 2 * i if activation in GATED else i), b2=(*groups, h), scales=(rows,),
+        offs=tuple(groups), residual=tuple(x.shape), grad_w1_out=out_1, grad_w3_out=out_3, grad_w2_out=out_2,
     )  # fmt: skip
     for name, shape in shapes.items():
         t = tensors[name]
@@ -81,7 +85,25 @@ def check_mlp(who: str, inputs: Inputs, activation: Any, recompute: Any, backend
             raise ValueError(f"{who}: grad_{name}_out is given but {name} is None; expected None")
         if out.dtype not in (torch.float32, weight.dtype):
             raise TypeError(f"{who}: grad_{name}_out is {out.dtype}; expected torch.float32 or {name}'s {weight.dtype}")
-    return _compute_dtype_of(who, x=x, w1=w1, w3=w3, w2=w2)
+    dtype = _compute_dtype_of(who, x=x, w1=w1, w3=w3, w2=w2)
+    if inputs.residual is not None and inputs.residual.dtype != dtype:
+        raise TypeError(f"{who}: residual is {inputs.residual.dtype}; expected {dtype}, as the result is")
+    return dtype
+
+
+def check_biases(inputs: Inputs, b1: Tensor | None, b3: Tensor | None) -> None:
+    """Checks the biases of mlp's first products, after `check_mlp`: one per weight."""
+    who, i = "mlp", inputs.w2.shape[-1]
+    if b3 is not None and inputs.w3 is None:
+        raise ValueError(f"{who}: b3 is given but w3 is None; expected None: b1 has the biases of all rows of w1")
+    tensors = dict(x=inputs.x, b1=b1, b3=b3)
+    _check_are_tensors(who, tensors, ("x",))
+    for name, shape in (("b1", (inputs.w1.shape[0],)), ("b3", (i,))):
+        t = tensors[name]
+        if t is not None and t.shape != shape:
+            w = name.replace("b", "w")
+            raise ValueError(f"{who}: {name} is {dims(t)} but {w} is {dims(getattr(inputs, w))}; expected {shape}")
+    _check_floats(who, tensors, ("b1", "b3"))
 
 
 def check_buffers(who: str, inputs: Inputs) -> None:
@@ -106,7 +128,7 @@ def check_mm(a: Any, b: Any, offs: Any, backend: Any) -> torch.dtype:
         return f"a is {dims(a)} and b is {dims(b)}"
 
     if a.shape[-1] != b.shape[-2]:
-        hint = _TRANSPOSE.format("b") if b.dim() == 3 and a.shape[-1] == b.shape[-1] else ""
+        hint = _transposed("b", b) if b.dim() == 3 and a.shape[-1] == b.shape[-1] else ""
         raise ValueError(f"{who}: {both()}; expected as many columns of a as rows of b{hint}")
     if a.dim() == b.dim() == 3:
         if offs is not None:
@@ -168,7 +190,7 @@ def _check_are_tensors(who: str, tensors: dict[str, Any], needed: tuple[str, ...
         if type(t).__name__ == "DTensor":
             raise TypeError(
                 f"{who}: {name} is a DTensor; expected a plain tensor. Parameters under fully_shard are plain tensors "
-                "only in the forward of their own module: call it there. If ranks own different experts: .to_local()"
+                f"only in the forward of their own module: call it there.{_EXPERTS * (who != 'mlp')}"
             )
         if t.device != x.device:
             raise ValueError(f"{who}: {name} is on {t.device} but {first} is on {x.device}; expected one device")
@@ -204,13 +226,17 @@ def _fixed_sizes(a: Tensor, b: Tensor) -> list[int]:
     return list(sizes.get((a.dim(), b.dim()), (*a.shape, *b.shape)))
 
 
-_TRANSPOSE = "; {0}.transpose(1, 2) has this shape"
+_EXPERTS = " If ranks own different experts: .to_local()"
+
+
+def _transposed(name: str, t: Tensor) -> str:
+    return f"; {name}.{'transpose(1, 2)' if t.dim() == 3 else 't()'} has this shape"
 
 
 def _hint(name: str, shape: tuple[int, ...], inputs: Inputs) -> str:
     t = getattr(inputs, name)
-    if t.dim() == 3 and t.shape != shape and t.mT.shape == shape:
-        return _TRANSPOSE.format(name)
-    if name == "w1" and inputs.w3 is None and inputs.w1.dim() == 3 and inputs.w1.shape[1] == inputs.w2.shape[2]:
+    if t.dim() >= 2 and name != "residual" and t.mT.shape == shape:
+        return _transposed(name, t)
+    if name == "w1" and inputs.w3 is None and t.dim() == len(shape) and t.shape[-2] == inputs.w2.shape[-1]:
         return " as [gate; up], or w3 beside it"
     return ""

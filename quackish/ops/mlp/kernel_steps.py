@@ -80,19 +80,20 @@ class KernelSteps:
         self._rows(epilogue, x, w1, w3, act, offs, args, i, h)
         return preactivation, act
 
-    def down(self, act, w2, b2, offs):
+    def down(self, act, w2, b2, offs, residual=None):
         _, n, k = w2.shape
         y, bias = self.matrix(act.shape[0], n, act.dtype), _fp32(b2)
         self._rows(_down(biased=b2 is not None), act, w2, None, y, offs, DownArgs(address(bias)), n, k)
         return y
 
-    def down_backward(self, dy, w2, preactivation, scales, offs, activation, needs: Needs):
+    def down_backward(self, dy, w2, preactivation, scales, offs, activation, needs: Needs, overwrite=False):
         if not (needs.dpreactivation or needs.dscales):  # w2's gradient needs only act, without a matrix product
             return reference.down_backward(dy, w2, preactivation, scales, offs, activation, needs)
         rows = dy.shape[0]
         _, h, i = w2.shape
         z = _aligned(preactivation)
-        dz, act = self.matrix(*z.shape, z.dtype), self.matrix(rows, i, dy.dtype)
+        dz = z if overwrite else self.matrix(*z.shape, z.dtype)  # a tile reads its part of z before it stores dz there
+        act = self.matrix(rows, i, dy.dtype)
         parts, s = None, _fp32(scales)
         if s is not None:  # partial sums of each row
             parts = self.matrix(-(-i // DSCALES_COLUMNS), rows, torch.float32)

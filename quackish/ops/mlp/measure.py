@@ -1,8 +1,9 @@
-"""Measures one cell of grouped_mlp or moe_mlp: calls every provider twice, then times all and the roof in turns.
+"""Measures one cell of grouped_mlp, moe_mlp or mlp: calls every provider twice, then times all and the roof in turns.
 
 The roof is the bare matmuls, two for forward and six for forward and backward, by the fastest of torch.bmm (for groups
-of equal size), F.grouped_mm and QuACK; the note of its row says which. Direction "host" measures the host time instead.
-Errors are norm-wise against the reference in fp64; err_dweight is the error of w1.
+of equal size), F.grouped_mm and QuACK; for mlp by torch.mm, with gate and up in one matrix or in two, which makes three
+and nine. The note of its row says which. Direction "host" measures the host time instead. Errors are norm-wise against
+the reference in fp64; err_dweight is the error of w1.
 """
 
 import importlib.util
@@ -18,8 +19,8 @@ from quackish.bench.cells import AGAIN, OURS, Cell
 from quackish.bench.definition import Bench
 from quackish.bench.measure import Run, first_calls, measure_host, reason, time_columns, truth_of, warm_up_cublas
 from quackish.ops.mlp import providers
-from quackish.ops.mlp.providers import grouped_mm, ours, ours_moe
-from quackish.ops.mlp.tools import GROUPED_MLP, MOE_MLP
+from quackish.ops.mlp.providers import grouped_mm, loader, ours, ours_dense, ours_moe
+from quackish.ops.mlp.tools import GROUPED_MLP, MLP, MOE_MLP
 from quackish.ops.shared.for_tools import Args, in_fp64, operations
 from quackish.testing import inputs
 from quackish.testing.timing import synchronize, take_turns
@@ -30,7 +31,9 @@ ERRORS = ("err_y", "err_dx", "err_dweight", "err_dw2", "err_dscales")
 _ARGUMENTS = {
     "grouped_mlp": (("x", "w1", "w2", "scales", "offs"), ("x", "w1", "w2", "scales")),
     "moe_mlp": (("x", "top_k_index", "top_k_weights", "w1", "w2"), ("x", "w1", "w2", "top_k_weights")),
+    "mlp": (("x", "w1", "w2", "w3"), ("x", "w1", "w2", "w3")),
 }
+_REFERENCES = {"grouped_mlp": ours, "moe_mlp": ours_moe, "mlp": ours_dense}
 DATA = ("normal", "zipf", "half-empty")  # groups of equal size, in proportion to 1 / rank, and none for every other one
 
 
@@ -41,16 +44,18 @@ class Data(NamedTuple):
     leaves: tuple[str, ...]  # the arguments with gradients, in the order of ERRORS
     dy: Tensor | None  # None: without grad
     x: Tensor  # (R, H)
-    offs: Tensor  # (E,)
+    offs: Tensor | None  # (E,); None for mlp
     equal: bool  # all groups have the same size
 
     @classmethod
     def make(cls, cell: Cell, device: torch.device) -> "Data":
         op, grad = operations()[cell.op], cell.direction != "forward"
-        options = {"no_grad": not grad} | ({"scales": True} if "scales" in op.options else {})
+        options = {"no_grad": not grad} | {"grouped_mlp": {"scales": True}, "mlp": {"w3": True}}.get(cell.op, {})
         args = op.arguments(cell.shape, getattr(torch, cell.dtype), device, options)
-        x, num_groups = args["x"].detach(), len(args["w2"])
-        if cell.op == "moe_mlp":
+        x, num_groups, offs = args["x"].detach(), len(args["w2"]), None
+        if cell.op == "mlp":
+            rows = x
+        elif cell.op == "moe_mlp":
             choice = inputs.rows((len(x), num_groups), seed=7, device=device).topk(cell.shape[-1])
             args["top_k_index"] = choice.indices
             args["top_k_weights"] = choice.values.softmax(1).to(x.dtype).requires_grad_(grad)
@@ -58,7 +63,8 @@ class Data(NamedTuple):
             rows = x.repeat_interleave(cell.shape[-1], 0)
         else:
             sizes, rows = torch.tensor(group_sizes(cell.data, len(x), num_groups), device=device), x
-        offs = args["offs"] = sizes.cumsum(0, dtype=torch.int32)
+        if cell.op != "mlp":
+            offs = args["offs"] = sizes.cumsum(0, dtype=torch.int32)
         names, leaves = _ARGUMENTS[cell.op]
         dy = inputs.rows(tuple(x.shape), x.dtype, seed=8, device=device) if grad else None
         equal = cell.op == "grouped_mlp" and cell.data == "normal"
@@ -87,7 +93,7 @@ def measure(cell: Cell, names: Sequence[str], run: Run) -> None:
     warm_up_cublas(run.device)
     truth = None
     if cell.direction != "host":
-        reference = (ours_moe if cell.op == "moe_mlp" else ours)(backend="reference")
+        reference = _REFERENCES[cell.op](backend="reference")
         truth = truth_of(run, lambda: step(reference, data.in_fp64())())
 
     def errors_of(results: tuple[Tensor, ...]) -> dict[str, float]:
@@ -102,7 +108,7 @@ def measure(cell: Cell, names: Sequence[str], run: Run) -> None:
     if OURS in works:  # a second time, to show the noise
         works[AGAIN], records[AGAIN] = works[OURS], {"status": "ok", "note": records[OURS]["note"]}
     run.begin("roof")
-    bare, failures = gemms(data), []
+    bare, failures = gemms(data) if data.offs is not None else dense_gemms(data), []
 
     def on_error(name: str, error: Exception) -> None:
         if name in bare:
@@ -122,7 +128,7 @@ def measure(cell: Cell, names: Sequence[str], run: Run) -> None:
 
 
 def step(mlp: Callable[..., Tensor], data: Data) -> Callable[[], tuple[Tensor, ...]]:
-    """The measured call, which returns (y, dx, dw1, dw2, dscales), or (y,) without grad."""
+    """The measured call, which returns y and the gradients in the order of `leaves`, or (y,) without grad."""
     leaves = [data.args[name] for name in data.leaves]
 
     def run() -> tuple[Tensor, ...]:
@@ -169,7 +175,27 @@ def gemms(data: Data) -> dict[str, Callable[[], Any]]:
     return made
 
 
+def dense_gemms(data: Data) -> dict[str, Callable[[], Any]]:
+    """The bare matmuls of mlp by torch.mm."""
+    x, w1, w2, w3 = (t.detach() for t in data.args.values())
+    (m, i), dy = (len(x), len(w1)), None if data.dy is None else torch.empty_like(x).normal_()
+    z = inputs.rows((m, 2 * i), seed=9, dtype=x.dtype, device=x.device)
+    act, both = z[:, :i].contiguous(), torch.cat([w1, w3])
+    halves = z[:, :i].contiguous(), z[:, i:].contiguous()
+
+    def run(parts: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        """parts: a weight, and the gradient of its product."""
+        results = [*(x @ w.T for w, _ in parts), act @ w2.T]
+        if dy is not None:
+            results += [dy @ w2, dy.T @ act, *(dz @ w for w, dz in parts), *(dz.T @ x for _, dz in parts)]
+        return results
+
+    one, two = [(both, z)], list(zip((w1, w3), halves, strict=True))
+    return {"torch.mm": lambda: run(one), "torch.mm, gate and up apart": lambda: run(two)}
+
+
 BENCHES = (
-    Bench(GROUPED_MLP, ROOFS, ERRORS, tuple(providers.PROVIDERS), providers.load, measure),
-    Bench(MOE_MLP, ROOFS, ERRORS, tuple(providers.MOE_PROVIDERS), providers.load_moe, measure),
+    Bench(GROUPED_MLP, ROOFS, ERRORS, tuple(providers.PROVIDERS), loader(providers.PROVIDERS), measure),
+    Bench(MOE_MLP, ROOFS, ERRORS, tuple(providers.MOE_PROVIDERS), loader(providers.MOE_PROVIDERS), measure),
+    Bench(MLP, ROOFS, ERRORS, tuple(providers.DENSE_PROVIDERS), loader(providers.DENSE_PROVIDERS), measure),
 )

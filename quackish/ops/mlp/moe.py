@@ -55,7 +55,7 @@ def moe_mlp(
     in fp32 (fp64 for fp64) and in a fixed order, forward and backward. Errors are those of `grouped_mlp`.
     """
     check_choice(x, top_k_index, top_k_weights, w2)
-    inputs = Inputs(x, w1, w3, b1, w2, b2, None, None, grad_w1_out, grad_w3_out, grad_w2_out)
+    inputs = Inputs(x, w1, w3, b1, w2, b2, None, None, None, grad_w1_out, grad_w3_out, grad_w2_out)
     dtype = check_mlp("moe_mlp", inputs, activation, recompute, backend)
     refuse_transforms("moe_mlp")
     if not is_compiling():

@@ -1,10 +1,11 @@
-"""The operators of grouped_mlp and grouped_mm.
+"""The operators of grouped_mlp, mlp and grouped_mm.
 
 They and their gradients are written once, in terms of steps: the functions of reference.py, or kernels with the same
 names and arguments (`kernel_steps.py`). Steps get weights and gradient buffers with any strides, and all other tensors
 contiguous. One exception: with w3, the weight gradients of w1 and w3 get half of dz's columns each.
 """
 
+import functools
 from types import ModuleType
 from typing import NamedTuple
 
@@ -37,7 +38,7 @@ class Dtypes(NamedTuple):
 Steps = ModuleType | kernel_steps.KernelSteps  # `reference` or kernels
 
 
-def steps_for(who: str, x: Tensor, columns: int, offs: Tensor, backend: str) -> Steps:
+def steps_for(who: str, x: Tensor, columns: int, groups: int, backend: str) -> Steps:
     """The steps that run: kernels or the portable path, which on a GPU warns once per reason.
 
     columns: the weights' other dimension besides x's columns. Kernels need multiples of 8 in both.
@@ -45,7 +46,7 @@ def steps_for(who: str, x: Tensor, columns: int, offs: Tensor, backend: str) -> 
     if backend == "reference" or x.numel() == 0:
         return reference
     why_portable = why_unsupported(who, GEMM_SPEC, x.device)
-    why_portable = why_portable or kernel_steps.why_unsupported(who, x, columns, offs.shape[0])
+    why_portable = why_portable or kernel_steps.why_unsupported(who, x, columns, groups)
     if why_portable:
         report_portable(why_portable, x.device, backend)
         return reference
@@ -54,7 +55,7 @@ def steps_for(who: str, x: Tensor, columns: int, offs: Tensor, backend: str) -> 
 
 def _checked_steps(who: str, x: Tensor, columns: int, offs: Tensor, backend: str) -> Steps:
     """`steps_for`. On a CPU's portable path also checks the offsets: reading them there does not synchronize."""
-    steps = steps_for(who, x, columns, offs, backend)
+    steps = steps_for(who, x, columns, offs.shape[0], backend)
     if steps is reference and x.device.type == "cpu":
         check_offs(who, offs, x.shape[0], "the number of rows")
     return steps
@@ -62,9 +63,9 @@ def _checked_steps(who: str, x: Tensor, columns: int, offs: Tensor, backend: str
 
 def forward(steps: Steps, inputs: Inputs, activation: str, keep_preactivation: bool) -> tuple[Tensor, Tensor | None]:
     """(y, the preactivation)"""
-    x, w1, w3, b1, w2, b2, scales, offs, *_ = inputs
+    x, w1, w3, b1, w2, b2, scales, offs, residual, *_ = inputs
     preactivation, act = steps.up(x, w1, w3, b1, scales, offs, activation, keep_preactivation)
-    return steps.down(act, w2, b2, offs), preactivation
+    return steps.down(act, w2, b2, offs, residual), preactivation
 
 
 def gradients(
@@ -74,16 +75,18 @@ def gradients(
     preactivation: Tensor | None,  # if None, it is computed again
     activation: str,
     dtypes: Dtypes,
+    overwrite: bool = False,  # its gradient may take the preactivation's memory
 ) -> list[Tensor | None]:
     """The gradients, in the order of `Dtypes`. A weight's gradient is added to its inputs.grad_*_out if given."""
-    x, w1, w3, b1, w2, _, scales, offs, out_1, out_3, out_2 = inputs
+    x, w1, w3, b1, w2, _, scales, offs, _, out_1, out_3, out_2 = inputs
     need_dz = any((dtypes.x, dtypes.w1, dtypes.w3, dtypes.b1))
     dx = dw1 = dw3 = db1 = dw2 = db2 = dscales = dz = None
     if dtypes.need_preactivation():
         if preactivation is None:
             preactivation = steps.up(x, w1, w3, b1, scales, offs, activation, keep_preactivation=True)[0]
+            overwrite = True
         needs = reference.Needs(need_dz, dtypes.w2 is not None, dtypes.scales is not None)
-        dz, act, dscales = steps.down_backward(dy, w2, preactivation, scales, offs, activation, needs)
+        dz, act, dscales = steps.down_backward(dy, w2, preactivation, scales, offs, activation, needs, overwrite)
         preactivation = None  # frees it if it was computed again
     if dtypes.w2:
         dw2 = steps.weight_gradient(dy, act, offs, dtypes.w2, out_2)
@@ -102,72 +105,98 @@ def gradients(
     return [dx, dw1, dw3, db1, dw2, db2, dscales]
 
 
-# grouped_mlp: functional; results that are not needed are None --------------------------------------------------------
+# grouped_mlp and mlp: functional; results that are not needed are None ------------------------------------------------
 
-_INPUTS = "Tensor x, Tensor w1, Tensor? w3, Tensor? b1, Tensor w2, Tensor? b2, Tensor? scales, Tensor offs"
+_INPUTS = "Tensor x, Tensor w1, Tensor? w3, Tensor? b1, Tensor w2, Tensor? b2, Tensor? scales, Tensor? offs"
 _OUTS = "Tensor? grad_w1_out, Tensor? grad_w3_out, Tensor? grad_w2_out"
 _DTYPES = ", ".join(f"ScalarType? {name}_dtype" for name in Dtypes._fields)
 _NUM_INPUTS = len(Inputs._fields)
-_NUM_TENSORS = Inputs._fields.index("grad_w1_out")  # without buffers
+_NUM_SAVED = Inputs._fields.index("residual")  # the inputs that backward reads
 
 
-def _for_steps(inputs: Inputs) -> Inputs:
-    """Checks that x and the weights have memory; makes all but the weights and their buffers contiguous."""
-    x, w1, w3, b1, w2, b2, scales, offs, out_1, out_3, out_2 = inputs
-    check_memory("grouped_mlp", x=x, w1=w1, w3=w3, w2=w2)
-    x, b1, b2, scales, offs = (None if t is None else t.contiguous() for t in (x, b1, b2, scales, offs))
-    return Inputs(x, w1, w3, b1, w2, b2, scales, offs, out_1, out_3, out_2)
+def one_group(inputs: Inputs, steps: Steps) -> Inputs:
+    """The inputs of mlp as those of grouped_mlp with one group. The reference takes no offs for it."""
+    x, weights = inputs.x, ("w1", "w3", "b1", "w2", "b2", "grad_w1_out", "grad_w3_out", "grad_w2_out")
+    one = {name: t.unsqueeze(0) for name in weights if (t := getattr(inputs, name)) is not None}
+    if steps is not reference:
+        one["offs"] = x.new_full((1,), x.shape[0], dtype=torch.int32)
+    return inputs._replace(**one)
 
 
-def _run_forward(*args):
-    inputs, (activation, keep_preactivation, backend) = _for_steps(Inputs(*args[:_NUM_INPUTS])), args[_NUM_INPUTS:]
-    steps = _checked_steps("grouped_mlp", inputs.x, inputs.w2.shape[2], inputs.offs, backend)
+def _for_steps(who: str, inputs: Inputs, backend: str) -> tuple[Steps, Inputs]:
+    """The steps, and the inputs of grouped_mlp for them: all but the weights and their buffers contiguous."""
+    check_memory(who, x=inputs.x, w1=inputs.w1, w3=inputs.w3, w2=inputs.w2)
+    if inputs.offs is None:
+        steps = steps_for(who, inputs.x, inputs.w2.shape[-1], 1, backend)
+        inputs = one_group(inputs, steps)
+    else:
+        steps = _checked_steps(who, inputs.x, inputs.w2.shape[-1], inputs.offs, backend)
+    x, w1, w3, b1, w2, b2, scales, offs, residual, *outs = inputs
+    x, b1, b2, scales, offs, residual = (
+        None if t is None else t.contiguous() for t in (x, b1, b2, scales, offs, residual)
+    )
+    return steps, Inputs(x, w1, w3, b1, w2, b2, scales, offs, residual, *outs)
+
+
+def _run_forward(who, *args):
+    inputs, (activation, keep_preactivation, backend) = Inputs(*args[:_NUM_INPUTS]), args[_NUM_INPUTS:]
+    steps, inputs = _for_steps(who, inputs, backend)
     return forward(steps, inputs, activation, keep_preactivation)
 
 
-def _run_backward(dy, preactivation, *args, outs: tuple[Tensor | None, ...] = ()):
-    """outs: the buffers, to which steps add the weights' gradients. The operator has none, because it is functional."""
-    inputs, (activation, *dtypes, backend) = Inputs(*args[:_NUM_TENSORS], *outs), args[_NUM_TENSORS:]
-    inputs, dy = _for_steps(inputs), dy.contiguous()
-    check_memory("grouped_mlp", **{name: getattr(inputs, name) for name in inputs._fields[_NUM_TENSORS:]})
+def _run_backward(who, dy, preactivation, *args, outs: tuple[Tensor | None, ...] = (), overwrite: bool = False):
+    """outs: the buffers, to which steps add the weights' gradients. overwrite: as in `gradients`.
+
+    The operator has neither, because it is functional.
+    """
+    inputs, (activation, *dtypes, backend) = Inputs(*args[:_NUM_SAVED], None, *outs), args[_NUM_SAVED:]
+    check_memory(who, **{name: getattr(inputs, name) for name in inputs._fields[_NUM_SAVED:]})
+    steps, for_steps = _for_steps(who, inputs, backend)
     if preactivation is not None:  # a hook on saved tensors may return other strides
         preactivation = preactivation.contiguous()
-    steps = steps_for("grouped_mlp", inputs.x, inputs.w2.shape[2], inputs.offs, backend)
-    return tuple(gradients(steps, dy, inputs, preactivation, activation, Dtypes(*dtypes)))
+    grads = gradients(steps, dy.contiguous(), for_steps, preactivation, activation, Dtypes(*dtypes), overwrite)
+    if inputs.offs is None:  # without the dimension of groups
+        grads = [grads[0], *(None if grad is None else grad.squeeze(0) for grad in grads[1:])]
+    return tuple(grads)
 
 
 def _fake_forward(*args):
     inputs, (activation, keep_preactivation, _) = Inputs(*args[:_NUM_INPUTS]), args[_NUM_INPUTS:]
-    x, i = inputs.x, inputs.w2.shape[2]
+    x, i = inputs.x, inputs.w2.shape[-1]
     width = 2 * i if activation in reference.GATED else i
     return x.new_empty(x.shape), x.new_empty((x.shape[0], width)) if keep_preactivation else None
 
 
 def _fake_backward(dy, preactivation, *args):
-    leaves, (_, *dtypes, _) = Inputs(*args[:_NUM_TENSORS]).leaves(), args[_NUM_TENSORS:]
+    leaves, (_, *dtypes, _) = Inputs(*args[:_NUM_SAVED]).leaves(), args[_NUM_SAVED:]
     pairs = zip(leaves, dtypes, strict=True)
     return tuple(None if dtype is None else dy.new_empty(t.shape, dtype=dtype) for t, dtype in pairs)
 
 
 def _setup(ctx, args, output):
-    *tensors, out_1, out_3, out_2 = args[:_NUM_INPUTS]
-    ctx.outs = dict(w1=out_1, w3=out_3, w2=out_2)  # not saved: backward writes to the buffers
+    inputs = Inputs(*args[:_NUM_INPUTS])
+    ctx.outs = dict(w1=inputs.grad_w1_out, w3=inputs.grad_w3_out, w2=inputs.grad_w2_out)  # not saved: backward writes
     ctx.activation, _, ctx.backend = args[_NUM_INPUTS:]
-    ctx.save_for_backward(*tensors, output[1])
+    ctx.is_overwritten = False
+    ctx.save_for_backward(*inputs[:_NUM_SAVED], output[1])
 
 
-def _gradients(ctx, dy):
+def _gradients(backward, ctx, dy):
     *tensors, preactivation = ctx.saved_tensors
+    if ctx.is_overwritten:  # by the first backward
+        preactivation = None
+    ctx.is_overwritten = True
     needs = zip(Dtypes._fields, tensors, ctx.needs_input_grad, strict=False)
     dtypes = {name: t.dtype if need and t is not None else None for name, t, need in needs}
     outs = {name: None if dtypes[name] is None else out for name, out in ctx.outs.items()}
     dtypes |= {name: out.dtype for name, out in outs.items() if out is not None}
     options = ctx.activation, *dtypes.values(), ctx.backend
-    grads = Dtypes(*mlp_backward.direct(dy, preactivation, *tensors, *options, outs=tuple(outs.values())))
+    grads = Dtypes(*backward.direct(dy, preactivation, *tensors, *options, outs=tuple(outs.values()), overwrite=True))
     for name, out in outs.items():
         if out is not None and (grad := getattr(grads, name)) is not None:  # the operator ran
             out.add_(grad)
-    return grads._replace(**dict.fromkeys(name for name, out in outs.items() if out is not None))
+    grads = grads._replace(**dict.fromkeys(name for name, out in outs.items() if out is not None))
+    return *grads, None, dy if ctx.needs_input_grad[_NUM_SAVED] else None  # offs, residual
 
 
 def _forward_flops(x, w1, w3, b1, w2, *_, out_shape=None):
@@ -189,26 +218,32 @@ def _backward_flops(dy, preactivation, x, w1, w3, b1, w2, b2, scales, offs, acti
 
 def _matmul(rows, weights):
     """Each row with the matrix of its group."""
-    return 0 if weights is None else 2 * rows[0] * weights[1] * weights[2]
+    return 0 if weights is None else 2 * rows[0] * weights[-2] * weights[-1]
 
 
-mlp_forward = Operator(
-    f"grouped_mlp_fwd({_INPUTS}, {_OUTS}, str activation, bool keep_preactivation, str backend) "
-    "-> (Tensor y, Tensor preactivation)",
-    _run_forward,
-    _fake_forward,
-    who="grouped_mlp",
-    flops=_forward_flops,
-)
-mlp_backward = Operator(
-    f"grouped_mlp_bwd(Tensor dy, Tensor? preactivation, {_INPUTS}, str activation, {_DTYPES}, str backend) "
-    f"-> ({', '.join(f'Tensor d{name}' for name in Dtypes._fields)})",
-    _run_backward,
-    _fake_backward,
-    who="grouped_mlp",
-    flops=_backward_flops,
-)
-mlp_forward.differentiable(_setup, _gradients, outputs=1)
+def _operators(who: str) -> Operator:
+    """WHO_fwd, whose gradient is WHO_bwd."""
+    forward = Operator(
+        f"{who}_fwd({_INPUTS}, Tensor? residual, {_OUTS}, str activation, bool keep_preactivation, str backend) "
+        "-> (Tensor y, Tensor preactivation)",
+        functools.partial(_run_forward, who),
+        _fake_forward,
+        who=who,
+        flops=_forward_flops,
+    )
+    backward = Operator(
+        f"{who}_bwd(Tensor dy, Tensor? preactivation, {_INPUTS}, str activation, {_DTYPES}, str backend) "
+        f"-> ({', '.join(f'Tensor d{name}' for name in Dtypes._fields)})",
+        functools.partial(_run_backward, who),
+        _fake_backward,
+        who=who,
+        flops=_backward_flops,
+    )
+    forward.differentiable(_setup, functools.partial(_gradients, backward), outputs=1)
+    return forward
+
+
+grouped_forward, dense_forward = _operators("grouped_mlp"), _operators("mlp")
 
 
 # grouped_mm: its operators' gradients use each other ------------------------------------------------------------------

@@ -1,7 +1,8 @@
-"""Providers of grouped_mlp and moe_mlp: quackish, PyTorch's grouped GEMMs, Transformers and Liger.
+"""Providers of grouped_mlp, moe_mlp and mlp: quackish, PyTorch's GEMMs, Transformers and Liger.
 
 A provider of grouped_mlp takes x (r, h), w1 (e, 2i, h) as [gate; up], w2 (e, h, i), scales (r,) and offs (e,). One of
-moe_mlp takes x (t, h), top_k_index (t, k), top_k_weights (t, k), w1 and w2. Both return y of SwiGLU MLPs, for autograd.
+moe_mlp takes x (t, h), top_k_index (t, k), top_k_weights (t, k), w1 and w2. One of mlp takes x (m, h), w1 (i, h),
+w2 (h, i) and w3 (i, h). All return y of SwiGLU MLPs, for autograd.
 """
 
 import functools
@@ -11,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quackish import grouped_mlp, moe_mlp
+from quackish import grouped_mlp, mlp, moe_mlp
 from quackish.bench.cells import OURS
 from quackish.bench.measure import imported
 
-Mlp = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+Mlp = Callable[..., Tensor]
 grouped_mm = getattr(F, "grouped_mm", torch._grouped_mm)
 
 
@@ -25,6 +26,10 @@ def ours(**options) -> Mlp:
 
 def ours_moe(**options) -> Mlp:
     return functools.partial(moe_mlp, **options)
+
+
+def ours_dense(**options) -> Mlp:
+    return lambda x, w1, w2, w3: mlp(x, w1, w2, w3=w3, **options)
 
 
 def torch_mlp(activation: Callable[[Tensor, Tensor], Tensor]) -> Mlp:
@@ -71,6 +76,22 @@ def _liger() -> Mlp:
     return lambda x, index, weights, w1, w2: LigerFusedMoEFunction.apply(x, w1, w2, index.int(), weights)
 
 
+def torch_dense() -> Mlp:
+    return lambda x, w1, w2, w3: F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), w2)
+
+
+def _torch_compile_dense() -> Mlp:
+    torch._dynamo.config.recompile_limit = 64
+    return torch.compile(torch_dense(), dynamic=False)
+
+
+def _liger_dense() -> Mlp:
+    """Liger's SwiGLU between PyTorch's matmuls, as in its MLP for Llama."""
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    return lambda x, w1, w2, w3: F.linear(LigerSiLUMulFunction.apply(F.linear(x, w1), F.linear(x, w3)), w2)
+
+
 PROVIDERS: dict[str, Callable[[], Mlp]] = {
     OURS: ours,
     f"{OURS}-recompute": functools.partial(ours, recompute=True),
@@ -79,11 +100,15 @@ PROVIDERS: dict[str, Callable[[], Mlp]] = {
 }
 MOE_PROVIDERS: dict[str, Callable[[], Mlp]] = {OURS: ours_moe, "transformers": _transformers, "liger": _liger}
 
+DENSE_PROVIDERS: dict[str, Callable[[], Mlp]] = {
+    OURS: ours_dense,
+    f"{OURS}-recompute": functools.partial(ours_dense, recompute=True),
+    "torch": torch_dense,
+    "torch-compile": _torch_compile_dense,
+    "liger": _liger_dense,
+}
 
-def load(name: str) -> Mlp:
-    """The provider `name`, or the user's "module:attribute"."""
-    return imported(name) if ":" in name else PROVIDERS[name]()
 
-
-def load_moe(name: str) -> Mlp:
-    return imported(name) if ":" in name else MOE_PROVIDERS[name]()
+def loader(providers: dict[str, Callable[[], Mlp]]) -> Callable[[str], Mlp]:
+    """Loads one of `providers` by its name, or the user's "module:attribute"."""
+    return lambda name: imported(name) if ":" in name else providers[name]()

@@ -1,10 +1,11 @@
 """The MLP of a mixture of experts in plain PyTorch: the specification, and the portable path.
 
-Rows are sorted by group (expert): group g is rows offs[g - 1] to offs[g]. For a row of group g, with scales s:
+Rows are sorted by group (expert): group g is rows offs[g - 1] to offs[g]. Without offs, all rows are in one group.
+For a row of group g, with scales s:
 
     z   = x @ w1[g].T + b1[g]             [gate, up] of a gated activation; with w3: [x @ w1[g].T, x @ w3[g].T] + b1[g]
     act = s * f(z)                        f(z) = value(gate) * factor(up), or value(z)
-    y   = act @ w2[g].T + b2[g]
+    y   = act @ w2[g].T + b2[g] + residual
 
     dact = dy @ w2[g]          dscales = sum of dact * f(z)          dz = s * dact * f'(z)
     dx   = dz @ w1[g]          dw1[g] = dz.T @ x                     db1[g] = sum of dz over the group's rows
@@ -55,17 +56,17 @@ def up(
     w3: Tensor | None,  # (E, I, H)
     b1: Tensor | None,  # (E, 2I) or (E, I): as z
     scales: Tensor | None,  # (R,)
-    offs: Tensor,  # (E,) int32
+    offs: Tensor | None,  # (E,) int32
     activation: str,
     keep_preactivation: bool,
 ) -> tuple[Tensor | None, Tensor]:
     """(z or None, act): (R, 2I) or (R, I), and (R, I), in x's dtype."""
-    groups = Groups(offs, x.shape[0])
-    z = rows_times(x, w1, groups)
+    groups = groups_of(offs, x.shape[0])
+    z = groups.rows_times(x, w1)
     if w3 is not None:
-        z = torch.cat([z, rows_times(x, w3, groups)], 1)
+        z = torch.cat([z, groups.rows_times(x, w3)], 1)
     if b1 is not None:
-        z = z + b1.to(z.dtype).index_select(0, groups.of_row)
+        z = z + groups.per_row(b1.to(z.dtype))
     if x.dtype is torch.float16:
         z = overflow_as_fp16(z)
     act = activate(z, activation)
@@ -78,13 +79,16 @@ def down(
     act: Tensor,  # (R, I)
     w2: Tensor,  # (E, H, I)
     b2: Tensor | None,  # (E, H)
-    offs: Tensor,
+    offs: Tensor | None,
+    residual: Tensor | None = None,  # (R, H)
 ) -> Tensor:
     """y (R, H) in act's dtype."""
-    groups = Groups(offs, act.shape[0])
-    y = rows_times(act, w2, groups)
+    groups = groups_of(offs, act.shape[0])
+    y = groups.rows_times(act, w2)
     if b2 is not None:
-        y = y + b2.to(y.dtype).index_select(0, groups.of_row)
+        y = y + groups.per_row(b2.to(y.dtype))
+    if residual is not None:
+        y = y + residual.to(y.dtype)
     return groups.defined(y).to(act.dtype)
 
 
@@ -93,19 +97,20 @@ def down_backward(
     w2: Tensor,  # (E, H, I)
     preactivation: Tensor,  # (R, 2I) or (R, I), of `up`
     scales: Tensor | None,  # (R,)
-    offs: Tensor,
+    offs: Tensor | None,
     activation: str,
     needs: Needs,
+    overwrite: bool = False,  # allows dz to take preactivation's memory
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(dz, act, dscales), None if not needed. dz and act are in preactivation's dtype, dscales in scales' dtype."""
     dz = act = dscales = None
-    dtype, groups = accumulate_dtype(preactivation.dtype), Groups(offs, dy.shape[0])
+    dtype, groups = accumulate_dtype(preactivation.dtype), groups_of(offs, dy.shape[0])
     z, s = preactivation.to(dtype), None if scales is None else scales.to(dtype)[:, None]
     f = activate(z, activation)
     if needs.act:
         act = groups.defined(f if s is None else f * s).to(preactivation.dtype)
     if needs.dpreactivation or needs.dscales:
-        dact = rows_times(dy, w2.transpose(1, 2), groups)
+        dact = groups.rows_times(dy, w2.transpose(1, 2))
         if needs.dscales:
             dscales = groups.defined((dact * f).sum(1)).to(scales.dtype)
         if needs.dpreactivation:
@@ -118,22 +123,22 @@ def rows_gradient(
     dpreactivation: Tensor,  # (R, 2I) or (R, I)
     w1: Tensor,
     w3: Tensor | None,
-    offs: Tensor,
+    offs: Tensor | None,
 ) -> Tensor:
     """dx (R, H) in dpreactivation's dtype."""
-    groups = Groups(offs, dpreactivation.shape[0])
+    groups = groups_of(offs, dpreactivation.shape[0])
     if w3 is None:
-        dx = rows_times(dpreactivation, w1.transpose(1, 2), groups)
+        dx = groups.rows_times(dpreactivation, w1.transpose(1, 2))
     else:
         dgate, dup = dpreactivation.chunk(2, 1)
-        dx = rows_times(dgate, w1.transpose(1, 2), groups) + rows_times(dup, w3.transpose(1, 2), groups)
+        dx = groups.rows_times(dgate, w1.transpose(1, 2)) + groups.rows_times(dup, w3.transpose(1, 2))
     return groups.defined(dx).to(dpreactivation.dtype)
 
 
 def weight_gradient(
     a: Tensor,  # (R, n)
     b: Tensor,  # (R, k)
-    offs: Tensor,
+    offs: Tensor | None,
     dtype: torch.dtype,
     out: Tensor | None = None,  # (E, n, k) fp32 or in the weight's dtype
 ) -> Tensor | None:
@@ -141,18 +146,18 @@ def weight_gradient(
 
     Groups without rows leave their part of `out` unchanged.
     """
-    groups = Groups(offs, a.shape[0])
-    total = sum_of_products(a, b, groups)
+    groups = groups_of(offs, a.shape[0])
+    total = groups.sum_of_products(a, b)
     if out is None:
         return total.to(dtype)
-    out.copy_(torch.where(groups.has_rows[:, None, None], out + total, out))
+    groups.add(total, out)
     return None
 
 
-def bias_gradient(a: Tensor, offs: Tensor, dtype: torch.dtype) -> Tensor:  # a: (R, n)
+def bias_gradient(a: Tensor, offs: Tensor | None, dtype: torch.dtype) -> Tensor:  # a: (R, n)
     """Sum of a over each group's rows, (E, n) in `dtype`."""
     ones = a.new_ones((a.shape[0], 1))
-    return sum_of_products(a, ones, Groups(offs, a.shape[0])).squeeze(2).to(dtype)
+    return groups_of(offs, a.shape[0]).sum_of_products(a, ones).squeeze(2).to(dtype)
 
 
 # Activations ----------------------------------------------------------------------------------------------------------
@@ -262,23 +267,58 @@ class Groups:
         """t (R, ...) with 0 in rows of no group; all NaN if the offsets are illegal."""
         return torch.where(self.is_live.view(-1, *[1] * (t.dim() - 1)), t, self.fill.to(t.dtype))
 
+    def per_row(self, b: Tensor) -> Tensor:
+        """b (E, n) as (R, n): that of each row's group."""
+        return b.index_select(0, self.of_row)
 
-def rows_times(a: Tensor, w: Tensor, groups: Groups) -> Tensor:
-    """a @ w[g].T of a (R, k) and w (E, n, k), in fp32 (fp64). Rows of no group are arbitrary."""
-    blocks, dtype = groups.blocks_of(a), operand_dtype(a.dtype, a.device.type)
-    out = a.new_empty((*blocks.shape[:2], w.shape[1]), dtype=accumulate_dtype(a.dtype))
-    for i, block in enumerate(blocks.to(dtype).unbind()):
-        weight = w.index_select(0, groups.of_block[i : i + 1])[0].to(dtype)
-        mm(block, weight.t(), out[i])
-    return groups.rows_of(out)
+    def rows_times(self, a: Tensor, w: Tensor) -> Tensor:
+        """a @ w[g].T of a (R, k) and w (E, n, k), in fp32 (fp64). Rows of no group are arbitrary."""
+        blocks, dtype = self.blocks_of(a), operand_dtype(a.dtype, a.device.type)
+        out = a.new_empty((*blocks.shape[:2], w.shape[1]), dtype=accumulate_dtype(a.dtype))
+        for i, block in enumerate(blocks.to(dtype).unbind()):
+            weight = w.index_select(0, self.of_block[i : i + 1])[0].to(dtype)
+            mm(block, weight.t(), out[i])
+        return self.rows_of(out)
+
+    def sum_of_products(self, a: Tensor, b: Tensor) -> Tensor:
+        """a[g].T @ b[g] of a (R, n) and b (R, k), (E, n, k) in fp32 (fp64), summed in row order."""
+        total = a.new_zeros((*self.has_rows.shape, a.shape[1], b.shape[1]), dtype=accumulate_dtype(a.dtype))
+        product, dtype = torch.empty_like(total[0]), operand_dtype(a.dtype, a.device.type)
+        pairs = zip(self.blocks_of(a).to(dtype).unbind(), self.blocks_of(b).to(dtype).unbind(), strict=True)
+        for i, (rows_a, rows_b) in enumerate(pairs):
+            mm(rows_a.t(), rows_b, product)
+            total.index_add_(0, self.of_block[i : i + 1], product[None])
+        return total + self.fill.to(total.dtype)
+
+    def add(self, total: Tensor, out: Tensor) -> None:
+        """Adds total (E, n, k) to out, but for groups without rows."""
+        out.copy_(torch.where(self.has_rows[:, None, None], out + total, out))
 
 
-def sum_of_products(a: Tensor, b: Tensor, groups: Groups) -> Tensor:
-    """a[g].T @ b[g] of a (R, n) and b (R, k), (E, n, k) in fp32 (fp64), summed in row order."""
-    total = a.new_zeros((*groups.has_rows.shape, a.shape[1], b.shape[1]), dtype=accumulate_dtype(a.dtype))
-    product, dtype = torch.empty_like(total[0]), operand_dtype(a.dtype, a.device.type)
-    pairs = zip(groups.blocks_of(a).to(dtype).unbind(), groups.blocks_of(b).to(dtype).unbind(), strict=True)
-    for i, (rows_a, rows_b) in enumerate(pairs):
-        mm(rows_a.t(), rows_b, product)
-        total.index_add_(0, groups.of_block[i : i + 1], product[None])
-    return total + groups.fill.to(total.dtype)
+class OneGroup:
+    """All rows in one group: the methods of `Groups` that steps call. PyTorch's own matmuls."""
+
+    def per_row(self, b: Tensor) -> Tensor:
+        return b
+
+    def defined(self, t: Tensor) -> Tensor:
+        return t
+
+    def rows_times(self, a: Tensor, w: Tensor) -> Tensor:
+        dtype = operand_dtype(a.dtype, a.device.type)
+        out = a.new_empty((a.shape[0], w.shape[1]), dtype=accumulate_dtype(a.dtype))
+        mm(a.to(dtype), w[0].to(dtype).t(), out)
+        return out
+
+    def sum_of_products(self, a: Tensor, b: Tensor) -> Tensor:
+        dtype = operand_dtype(a.dtype, a.device.type)
+        out = a.new_empty((a.shape[1], b.shape[1]), dtype=accumulate_dtype(a.dtype))
+        mm(a.to(dtype).t(), b.to(dtype), out)
+        return out[None]
+
+    def add(self, total: Tensor, out: Tensor) -> None:
+        out.copy_(out + total)
+
+
+def groups_of(offs: Tensor | None, num_rows: int) -> Groups | OneGroup:
+    return OneGroup() if offs is None else Groups(offs, num_rows)

@@ -1,4 +1,4 @@
-"""The MLPs of a mixture of experts for the tools."""
+"""The MLPs of a mixture of experts and of a dense model for the tools."""
 
 import itertools
 from typing import get_args
@@ -6,6 +6,7 @@ from typing import get_args
 import torch
 
 from quackish.ops.mlp.api import grouped_mlp
+from quackish.ops.mlp.dense import mlp
 from quackish.ops.mlp.dry_run import dry_run
 from quackish.ops.mlp.gemm_problems import GEMM_SPEC
 from quackish.ops.mlp.moe import moe_mlp
@@ -17,18 +18,23 @@ from quackish.types import Activation
 _SHARES = (8, 0, 4, 2, 1)  # shares of the rows; one of five groups is empty
 
 
-def _weights(new: Maker, h: int, i: int, experts: int, options: Options) -> Args:
-    """The weights, and the biases and buffers that are asked for. Products have standard deviation 1."""
+def _weights(new: Maker, h: int, i: int, experts: tuple[int, ...], options: Options) -> Args:
+    """The weights, and the biases and buffers that are asked for. Products have standard deviation 1.
+
+    experts: their number, or nothing for a dense model.
+    """
     gated = options.get("activation", "swiglu") in GATED
     width = i * (1 + gated)
-    args = {"w1": new.rows(experts, i if "w3" in options else width, h, seed=1).mul_(h**-0.5)}
-    args["w2"] = new.rows(experts, h, i, seed=2).mul_(i**-0.5)
+    args = {"w1": new.rows(*experts, i if "w3" in options else width, h, seed=1).mul_(h**-0.5)}
+    args["w2"] = new.rows(*experts, h, i, seed=2).mul_(i**-0.5)
     if "w3" in options:
-        args["w3"] = new.rows(experts, i, h, seed=5).mul_(h**-0.5)
+        args["w3"] = new.rows(*experts, i, h, seed=5).mul_(h**-0.5)
     if "grad_weight_out" in options:
         args |= {f"grad_{name}_out": new.zeros(*w.shape) for name, w in args.items()}
     if "bias" in options:
-        args["b1"], args["b2"] = (new.rows(experts, n, seed=3) for n in (width, h))
+        of_two = "w3" in options and not experts  # mlp has a bias per weight
+        args["b1"], args["b2"] = (new.rows(*experts, n, seed=3) for n in (i if of_two else width, h))
+        args |= {"b3": new.rows(i, seed=6)} if of_two else {}
     return args
 
 
@@ -38,7 +44,7 @@ def _make_grouped(new: Maker, shape: tuple[int, ...], options: Options) -> Args:
     shares = [_SHARES[expert % len(_SHARES)] for expert in range(experts)]
     ends = [rows * end // (sum(shares) + 1) for end in itertools.accumulate(shares)]
     offs = torch.tensor(ends, dtype=torch.int32, device=new.device)
-    return {"x": new.rows(rows, h, seed=0), "offs": offs, **_weights(new, h, i, experts, options)}
+    return {"x": new.rows(rows, h, seed=0), "offs": offs, **_weights(new, h, i, (experts,), options)}
 
 
 GROUPED_MLP = Operation(
@@ -85,7 +91,7 @@ def _make_moe(new: Maker, shape: tuple[int, ...], options: Options) -> Args:
     index = (torch.arange(tokens * k, device=new.device) * 7 % (experts + 1)).view(tokens, k)
     args = {"x": new.rows(tokens, h, seed=0), "top_k_index": index}
     args["top_k_weights"] = new.rows(tokens, k, seed=3).abs()
-    return args | _weights(new, h, i, experts, options)
+    return args | _weights(new, h, i, (experts,), options)
 
 
 MOE_MLP = Operation(
@@ -104,4 +110,31 @@ MOE_MLP = Operation(
     has_dry_run=False,  # PyTorch sorts the choices, which the dry run of launches does not see
     self_tests={"": SelfTest((300, 256, 192, 8, 2))},
 )
-FUNCTIONS = GROUPED_MLP, MOE_MLP
+
+
+def _make_mlp(new: Maker, shape: tuple[int, ...], options: Options) -> Args:
+    rows, h, i = shape
+    return {"x": new.rows(rows, h, seed=0), **_weights(new, h, i, (), options)}
+
+
+MLP = Operation(
+    name="mlp",
+    title="MLP",
+    function=mlp,
+    results=("y",),
+    leaves=("x", "w1", "w2", "w3", "b1", "b3", "b2", "residual"),
+    spec=GEMM_SPEC,
+    dims=("M", "H", "I"),
+    example="16384x2048x8192",
+    small=(200, 64, 48),
+    model_shapes=Model.mlp_shapes,
+    make=_make_mlp,
+    options={name: option for name, option in GROUPED_MLP.options.items() if name != "scales"}
+    | {"add_residual": flag("residual", "add a residual to the result", lambda new, m, h, i: new.rows(m, h, seed=7))},
+    dry_run=dry_run,
+    self_tests={
+        "": SelfTest((700, 256, 192)),
+        "everything": SelfTest((300, 128, 200), dict(w3=True, bias=True, add_residual=True, activation="geglu_erf")),
+    },
+)
+FUNCTIONS = GROUPED_MLP, MOE_MLP, MLP
