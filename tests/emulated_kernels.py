@@ -564,6 +564,8 @@ def grouped_gemm(p, a):
             acc = sum(groups.rows_times(part, b) for part, b in zip(parts, bs, strict=True))
         if getattr(o, "biased", False):
             acc = acc + memory(e.bias, FP32, (a.groups, acc.shape[1])).index_select(0, groups.of_row)
+        if getattr(o, "residual", False):
+            acc = acc + memory(e.residual, dtype, (a.rows, a.n)).float()
         acc, scales = groups.defined(acc), None
         if getattr(o, "scaled", False):
             scales = torch.where(groups.is_live, memory(e.scales, FP32, (a.rows,)), 0.0)[:, None]
@@ -632,7 +634,7 @@ KNOWN = {
     Store: "scaled accumulate",
     mlp.MlpGemmProblem: "epilogue dtype max_groups out_dtype b_major b_in_two cluster_tile",
     mlp.Up: "activation scaled biased keeps",
-    mlp.Down: "biased",
+    mlp.Down: "biased residual",
     mlp.DownBackward: "activation scaled",
     mlp.Store: "accumulate",
     TokenRowsProblem: "op n dtype",

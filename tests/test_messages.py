@@ -94,7 +94,7 @@ TABLE = {
     "parallel.VocabParallelHead(8, 6, sofcap=3.0)": "VocabParallelHead has no option 'sofcap'; ... mean softcap?",
     # mlp has the weights of one group
     "dense(x, w1[0].mT, w2[0])": "mlp: w1 is (8, 10) ... (10, 8); w1.t() has this shape",
-    "dense(x, w1[0], w2[0].mT)": "mlp: w2 is (5, 8) but x is (4, 8); expected (8, I) with I >= 1; w2.t() has this shape",
+    "dense(x, w1[0], w2[0].mT)": "mlp: w2 is (5, 8) but x is (4, 8); expected (8, I) ... w2.t() has this shape",
     "dense(x, w1, w2)": "mlp: w2 is (3, 8, 5) but x is (4, 8); expected (8, I) with I >= 1",
     "dense(x, w1[0, :5], w2[0])": "mlp: w1 is (5, 8) ... expected (10, 8) as [gate; up], or w3 beside it",
     "dense(x, w1[0], w2[0], b3=w)": "mlp: b3 is given but w3 is None; expected None: b1 has the biases of all rows",

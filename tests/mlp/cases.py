@@ -1,5 +1,6 @@
 """Inputs, truth and paths shared by the tests of grouped_mlp and grouped_mm."""
 
+import functools
 from typing import NamedTuple
 
 import pytest
@@ -100,7 +101,11 @@ def experts(x, w1, w2, offs, *, w3=None, activation="swiglu", b1=None, b2=None, 
         clamped_swiglu=lambda gate, up: (
             (1 - at_most_7(-at_most_7(up))) * at_most_7(gate) * torch.sigmoid(1.702 * at_most_7(gate))
         ),
+        geglu_erf=lambda gate, up: F.gelu(gate) * up,
+        reglu=lambda gate, up: F.relu(gate) * up,
         silu=F.silu,
+        gelu_tanh=functools.partial(F.gelu, approximate="tanh"),
+        gelu_erf=F.gelu,
         relu2=lambda z: F.relu(z).square(),
     )
     ys, start = [], 0

@@ -131,7 +131,8 @@ def test_emulated():
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("place", HOPPER + BLACKWELL)
 @pytest.mark.parametrize(
-    "name, activation, split", list(zip(EMULATED, ("swiglu", "geglu", "relu2"), (False, True, False), strict=True))
+    "name, activation, split",
+    list(zip(EMULATED, ("swiglu", "geglu_erf", "gelu_tanh"), (False, True, False), strict=True)),
 )
 def test_emulated_everywhere(name, activation, split, place):
     check_emulated(place, EMULATED[name], activation=activation, split=split)

@@ -54,7 +54,7 @@ def paths_and_options():
     late, at_once, on_blackwell, _ = IN_EMULATOR
     for path, has_options, activation, split in (
         (late, True, "swiglu", True), (at_once, False, "silu", False), (late, True, "relu2", False),
-        (on_blackwell, True, "geglu", True),
+        (on_blackwell, True, "geglu", True), (at_once, True, "geglu_erf", True), (on_blackwell, True, "reglu", False),
     ):  # fmt: skip
         yield pytest.param(*path.values, has_options, has_options, activation, split, marks=path.marks)
 
@@ -131,7 +131,7 @@ def test_a_preactivation_beyond_fp16_is_infinite_in_forward_too(activation, wher
     gate = torch.tensor(gates).half().float()
     z = torch.stack([gate, torch.full_like(gate, up)], 1) if activation in reference.GATED else gate[:, None]
     finite = reference.activate(z, activation)[:, 0].isfinite()
-    assert finite.tolist() == [True, activation == "clamped_swiglu", True, activation == "relu2"]
+    assert finite.tolist() == [True, activation == "clamped_swiglu", True, activation in ("reglu", "relu2")]
     for name in ("y", "x"):
         assert torch.equal(got[name].isfinite().all(1).cpu(), finite), name
     with torch.no_grad():

@@ -16,7 +16,7 @@ from quackish.ops.mlp.kernels.preactivation import UpMatrices
 
 
 class DownSm90(GroupEpilogue):
-    """Stores D, for Down plus a bias."""
+    """Stores D, for Down plus a bias and a residual."""
 
     def __init__(self, problem, config):
         super().__init__(problem, config, GroupStore(problem, config))
@@ -26,11 +26,12 @@ class DownSm90(GroupEpilogue):
         per_piece = const_expr(self.output.piece_n // 2)
         for j in cutlass.range_constexpr(self.output.num_pieces):
             values = range(j * per_piece, (j + 1) * per_piece)
-            if const_expr(
-                args is not None and args.bias is not None
-            ):  # by pieces: registers spill where all of the bias is loaded first
-                piece = block._replace(col0=block.col0 + j * self.output.piece_n)
+            # by pieces: registers spill where all of the bias is loaded first
+            piece = block._replace(col0=block.col0 + j * self.output.piece_n)
+            if const_expr(args is not None and args.bias is not None):
                 self.add_bias(acc, values, args.bias, block.n, 0, piece)
+            if const_expr(args is not None and args.residual is not None):
+                self.add_residual(acc, values, args.residual, piece)
             self.fill(acc, values, block.group)
             self.output(acc, j, out, block)
 
@@ -55,6 +56,26 @@ class DownSm90(GroupEpilogue):
                 two = vector_at(base, col, 2).load()
                 for v in cutlass.range_constexpr(4):
                     acc[i + v] = acc[i + v] + two[v % 2]
+
+    @cute.jit
+    def add_residual(self, acc, values: cutlass.Constexpr[range], residual: cute.Pointer, block: RowBlock):
+        """Adds residual (rows, n) to these values of acc, whose first column is col0.
+
+        Rows and columns past the last ones, which are not stored, get the values of these.
+        """
+        if not block.group.is_filled:
+            first, bases = block.row0 + thread_rows(block.thread), [residual, residual]
+            for r in cutlass.range_constexpr(2):
+                row = block.start + cutlass.min(first + 8 * r, block.live - 1)
+                bases[r] = residual + (Int64(row) * block.n + column_of(0, block.thread))
+            loaded = [None] * (len(values) // 2)
+            for p in cutlass.range_constexpr(len(loaded)):  # all loads first: they wait for memory together
+                col = cutlass.min(block.col0 + p // 2 * 8, block.n - 8)
+                loaded[p] = vector_at(bases[p % 2], col, 2).load()
+            for p in cutlass.range_constexpr(len(loaded)):
+                two, i = loaded[p].to(Float32), const_expr(values.start + 2 * p)
+                for c in cutlass.range_constexpr(2):
+                    acc[i + c] = acc[i + c] + two[c]
 
     @cute.jit
     def row_scales(self, scales: cute.Pointer, block: RowBlock):

@@ -14,6 +14,7 @@ from quackish.kernels.gemm.grouped_operands import GroupEpilogue
 from quackish.kernels.gemm.slice_store import WARP_ROWS, column_value
 from quackish.kernels.gemm.sm100_config import EPILOGUE_WARPS, PIECE_BYTES, SLICE
 from quackish.kernels.gemm.tile_store import Output, RowBlock
+from quackish.kernels.memory import vector_at
 from quackish.ops.mlp.gemm_problems import DSCALES_COLUMNS, DownArgs, DownBackwardArgs, UpArgs
 from quackish.ops.mlp.kernels.activations import activate_backward, activate_gate, activate_up, overflow_as_fp16
 from quackish.ops.mlp.kernels.epilogue_grouped_backward import LoadedStaging
@@ -21,7 +22,7 @@ from quackish.ops.mlp.kernels.preactivation import DownBackwardMatrices, UpMatri
 
 
 class DownSm100(GroupEpilogue):
-    """Stores D, for Down plus a bias."""
+    """Stores D, for Down plus a bias and a residual."""
 
     def __init__(self, problem, config):
         super().__init__(problem, config, GroupStoreSm100(problem))
@@ -34,6 +35,8 @@ class DownSm100(GroupEpilogue):
                 x = acc.load(j)
                 if const_expr(args is not None and args.bias is not None):
                     self.add_bias(x, args.bias, block.n, Int32(0), block.col0 + j * SLICE, block)
+                if const_expr(args is not None and args.residual is not None):
+                    self.add_residual(x, args.residual, block.col0 + j * SLICE, block)
                 self.fill(x, block)
                 self.output(x, piece, part, out, block)
 
@@ -50,6 +53,19 @@ class DownSm100(GroupEpilogue):
         lanes = (bias + (row + cutlass.min(col + block.thread % 32, block.n - 1))).load()
         for v in cutlass.range_constexpr(SLICE):
             x[v] = x[v] + column_value(lanes, v)
+
+    @cute.jit
+    def add_residual(self, x: cute.Tensor, residual: cute.Pointer, col: Int32, block: RowBlock):
+        """Adds residual (rows, n) to the values of the columns from col on.
+
+        Rows and columns past the group's and D's last ones, which are not stored, get a value of these.
+        """
+        if not block.group.is_filled:
+            row = Int64(block.start + cutlass.min(block.row0 + block.thread, block.live - 1)) * block.n
+            for v in cutlass.range_constexpr(0, SLICE, 8):
+                eight = vector_at(residual, row + cutlass.min(col + v, block.n - 8), 8).load().to(Float32)
+                for c in cutlass.range_constexpr(8):
+                    x[v + c] = x[v + c] + eight[c]
 
     @cute.jit
     def row_scale(self, scales: cute.Pointer, block: RowBlock) -> Float32:
