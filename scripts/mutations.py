@@ -171,6 +171,21 @@ MUTATIONS = (
         "pair = tensors",
         "tests/linear_cross_entropy/test_schedules.py -k 'only_required_gradients and mean and chunked and bias'",
     ),
+    # MLPs
+    Mutation(
+        "preactivation_of_a_retained_graph_overwritten",
+        "quackish/ops/mlp/operators.py",
+        "overwrite=not is_graph_kept()",
+        "overwrite=True",
+        "tests/mlp/test_dense.py -k 'second_backward and emulated and False'",
+    ),
+    Mutation(
+        "mlp_residual_of_another_row",
+        "quackish/ops/mlp/kernels/epilogue_grouped.py",
+        "vector_at(bases[p % 2], col, 2)",
+        "vector_at(bases[0], col, 2)",
+        "tests/mlp/test_dense.py -k test_emulated",
+    ),
     # rotary
     Mutation(
         "rotary_gradient_with_the_other_sine",

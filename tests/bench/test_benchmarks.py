@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import quackish
-from benchmarks import attention, grouped_mlp, host_overhead, linear_cross_entropy, parallel, rms_norm, traces
+from benchmarks import attention, decoder, grouped_mlp, host_overhead, linear_cross_entropy, parallel, rms_norm, traces
 from benchmarks import targets_linear_cross_entropy as targets
 from quackish.bench import processes, report, runner
 from quackish.bench.cells import A_LAUNCH, AGAIN, Cell, Job, options_of
@@ -159,6 +159,7 @@ RECORDED = sorted((ROOT / "benchmarks" / "results").rglob("*_*.csv"))
 def test_recorded_results_can_be_reported(path):
     programs = {"rms_norm": rms_norm, "linear_cross_entropy": targets}
     programs |= dict.fromkeys(("grouped_mlp", "moe_mlp"), grouped_mlp) | {"scaled_dot_product_attention": attention}
+    programs |= dict.fromkeys(("mlp", "rotary"), decoder)
     if path.stem in programs:  # a training step has other columns
         page = report.markdown(Results(read_rows(path)), programs[path.stem].PAGE)
         assert "quackish" in page.partition("\n## ")[2]
@@ -379,6 +380,39 @@ def test_targets_of_grouped_mlp():
     assert all(word == "PASS" for word, _ in judge(4.9, 1e-3, 10, 0.2, "moe_mlp"))
     assert group_sizes("half-empty", 10, 4) == [0, 5, 0, 5]
     assert sum(group_sizes("zipf", 1000, 7)) == 1000
+
+
+def test_targets_of_a_decoder_layer():
+    def judge(op, shape, ours, **more):
+        errors = dict.fromkeys(("err_y", "err_dweight"), 1e-3)
+        found = {
+            "quackish": {"median_ms": ours, "peak_mb": 900.0, **errors, **more},
+            "torch": {"median_ms": 2.0, **errors},
+            "torch-compile": {"median_ms": 1.2},
+            "liger": {"median_ms": 1.05, "peak_mb": 1000.0},
+            "six-gemms" if op == "mlp" else "mul": {"median_ms": 1.0},
+        }
+        cells = {
+            Cell(op, shape, "bfloat16", TRAIN if op == "mlp" else "forward"): found,
+            Cell(op, decoder.HOST[op], "bfloat16", "host"): {n: found[n] for n in ("quackish", "torch")},
+        }
+        ok = {cell: {name: {"status": "ok"} | record for name, record in of.items()} for cell, of in cells.items()}
+        return [word for word, _ in decoder.verdicts(results_of(ok))]
+
+    for op, shape in (("mlp", (16_384, 8, 8)), ("mlp", (1024, 8, 8)), ("rotary", (8, 4, 4, 8, 8))):
+        assert set(judge(op, shape, 1.0)) == {"PASS"}
+        assert "FAIL" in judge(op, shape, 1.3)
+        assert judge(op, shape, 1.0, err_y=2e-3).count("FAIL") == 1
+    assert judge("mlp", (16_384, 8, 8), 1.0, peak_mb=1100.0).count("FAIL") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU all cells are measured")
+def test_a_decoder_layer_writes_two_files(tmp_path, in_this_process):
+    for path in decoder.main(["--out", str(tmp_path)]):
+        rows = read_rows(path)
+        assert {"quackish", "torch"} <= {row["provider"] for row in rows if row["status"] == "ok"}
+        assert {row["direction"] for row in rows} == {*decoder.DIRECTIONS[path.stem], "host"}
+        assert "/ " in path.with_suffix(".md").read_text()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU all cells are measured")

@@ -269,7 +269,7 @@ def test_the_same_bits_on_every_run_and_for_every_number_of_rows(where):
 @on_every_path
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_second_backward_has_the_same_bits(recompute, where):
-    """The first one writes the preactivation's gradient over the saved preactivation."""
+    """The last one writes the preactivation's gradient over the saved preactivation."""
     args, dy = dense(split=True, dtype=where.dtypes[0], device=where.device)
     leaves = [args[name] for name in LEAVES]
     y = mlp(**args, recompute=recompute, backend=where.backend)
@@ -281,7 +281,7 @@ def test_a_second_backward_has_the_same_bits(recompute, where):
 
 
 def test_backward_overwrites_the_preactivation_alone():
-    """In eager mode. The operator is functional."""
+    """In eager mode, if autograd frees the graph. The operator is functional."""
     args, dy = dense(dtype=BF16)
     with substitute("cpu", KernelDevice(H200, emulated_kernels.kernel_for)):
         y = mlp(**args)
@@ -296,6 +296,8 @@ def test_backward_overwrites_the_preactivation_alone():
         torch.ops.quackish.mlp_bwd(dy, saved[-1], *(t if t is None else t.detach() for t in saved[:-1]), *options)
         assert changed() == []
         torch.autograd.grad(y, args["x"], dy, retain_graph=True)
+        assert changed() == []
+        torch.autograd.grad(y, args["x"], dy)
         assert changed() == [len(saved) - 1]
 
 

@@ -1,12 +1,14 @@
-"""grouped_mlp on a GPU: many tiles, more than 2^31 elements, long sums, synchronization, CUDA graphs."""
+"""grouped_mlp and mlp on a GPU: many tiles, more than 2^31 elements, long sums, synchronization, CUDA graphs."""
 
 import pytest
 import torch
 
-from quackish import grouped_mlp, grouped_mm
+from quackish import grouped_mlp, grouped_mm, mlp
 from quackish.device.kernel_device import device_of
 from quackish.ops.mlp.kernel_steps import steps_of
 from quackish.testing.errors import error, same_bits
+from tests.cuda_graphs import captured, no_synchronization
+from tests.mlp import test_dense as dense
 from tests.mlp.cases import BF16, FP32, MANY, SIZES, assert_same, experts, frozen, in_fp64, make, mm_case, step
 
 
@@ -107,3 +109,61 @@ def test_a_cuda_graph_with_other_offsets(where):
     case["offs"][2] = 1 << 30
     graph.replay()
     assert all(t.isnan().all() for t in static.values())
+
+
+# mlp ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows, h, i", [(1000, 520, 1032), (4099, 1024, 4104), (700, 64, 2056)])
+def test_mlp_of_many_tiles(rows, h, i):
+    args, dy = dense.dense(rows, h, i, split=True, dtype=BF16, device="cuda")
+    got = dense.step(mlp, args, dy, backend="cute")
+    dense.assert_close(got, args, dy)
+    for _ in range(20):
+        assert_same(dense.step(mlp, args, dy, backend="cute"), got)
+    part = {n: t.detach()[7:300].requires_grad_() if n in ("x", "residual") else t for n, t in args.items()}
+    some = dense.step(mlp, part, dy[7:300], backend="cute")
+    assert all(same_bits(some[name], got[name][7:300]) for name in ("y", "x"))
+
+
+@pytest.mark.gpu
+def test_mlp_of_more_than_2_31_elements():
+    """The last rows' results are those of a call with these rows alone."""
+    h, i, rows = 64, 3648, 300_065
+    args, dy = dense.dense(65, h, i, biases=False, residual=True, dtype=BF16, device="cuda")
+    assert 2 * i * rows > 2**31
+    tail = dense.step(mlp, args, dy, backend="cute")
+
+    def below_zeros(t):
+        return torch.cat([t.new_zeros(rows - 65, h), t.detach()])
+
+    many = {n: below_zeros(t).requires_grad_() if n in ("x", "residual") else t for n, t in args.items()}
+    got = dense.step(mlp, many, below_zeros(dy), backend="cute")
+    for name in ("y", "x", "residual"):
+        assert same_bits(got[name][-65:], tail[name]), name
+        assert not got[name][:-65].count_nonzero()
+    for name in ("w1", "w2"):  # rows of zeros add nothing; the order of the sum is another one
+        assert error(got[name], tail[name].double()).norm <= 1e-2, name
+
+
+@pytest.mark.gpu
+def test_mlp_in_a_cuda_graph_and_without_synchronization():
+    args, dy = dense.dense(lead=(7, 10), split=True, dtype=BF16, device="cuda")
+    out = torch.zeros_like(args["w1"], dtype=FP32)
+
+    def run():
+        return dense.step(mlp, args, dy, backend="cute")
+
+    def run_into_a_buffer():
+        mlp(**args, grad_w1_out=out, recompute=True, backend="cute").backward(dy)
+
+    run(), run_into_a_buffer()  # compiles
+    with no_synchronization():
+        run(), run_into_a_buffer()
+    graph, results = captured(run)
+    for seed in range(2):
+        with torch.no_grad():
+            args["x"].normal_(generator=torch.Generator("cuda").manual_seed(seed))
+        graph.replay()
+        assert_same({name: t.clone() for name, t in results.items()}, run())

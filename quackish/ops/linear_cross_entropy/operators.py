@@ -36,7 +36,7 @@ from quackish.ops.linear_cross_entropy.checks import Inputs
 from quackish.ops.linear_cross_entropy.launches import LceKernels
 from quackish.ops.linear_cross_entropy.layout import rows_kept
 from quackish.ops.linear_cross_entropy.reference import accumulate_dtype
-from quackish.ops.operator import Operator, fast_apply, refuse_second_derivatives
+from quackish.ops.operator import Operator, fast_apply, is_graph_kept, refuse_second_derivatives
 
 _WHO = "linear_cross_entropy"
 _NOTHING, _NO_INPUTS = ForwardGrads(), Inputs(*[None] * len(Inputs._fields))
@@ -199,7 +199,7 @@ def _scale_saved_grads(call: Call, saved: Saved, grads: Grads, grad_loss: Tensor
 
 def _scaled(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """grad * factor in one pass; in place if the dtype is grad's and the graph is not retained."""
-    in_place = grad.dtype == dtype and not schedules.is_graph_kept()
+    in_place = grad.dtype == dtype and not is_graph_kept()
     return torch.mul(grad, factor, out=grad if in_place else torch.empty_like(grad, dtype=dtype))
 
 

@@ -89,6 +89,7 @@ from quackish.ops.linear_cross_entropy.launches import (
 )
 from quackish.ops.linear_cross_entropy.layout import Layout, choose_layout
 from quackish.ops.linear_cross_entropy.row_problems import NO_SLOT, LceScatterProblem, ScatterArgs
+from quackish.ops.operator import is_graph_kept
 
 # Dispatch -------------------------------------------------------------------------------------------------------------
 
@@ -121,8 +122,6 @@ def backward(call: Call, saved: Saved, partial_dw: Tensor | None = None) -> Grad
     saved = Saved(state.memory, saved.live_x, exp_logits)
     return run_backward(prepare(call, state), saved, partial_dw, call.needed)
 
-
-is_graph_kept = torch._C._autograd._get_current_graph_task_keep_graph
 
 Forward = tuple[Tensor, Saved, ForwardGrads]  # the rows' losses (m,) fp32; divided for "mean", whose loss is their sum
 

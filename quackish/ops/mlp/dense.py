@@ -43,8 +43,8 @@ def mlp(
             "silu", "relu2", "gelu_tanh", "gelu_erf".
         residual: as y. It is added in the down projection's accumulator, before the only rounding.
         recompute: save only x for backward, which then runs the first matmul again. Otherwise the preactivation is
-            saved too: 2I elements per row, or I without a gate. Its gradient takes the same memory in eager mode, so a
-            second backward with retain_graph=True runs the matmul again too.
+            saved too: 2I elements per row, or I without a gate. In eager mode its gradient takes the same memory,
+            unless retain_graph=True keeps it for another backward.
         grad_w1_out, grad_w3_out, grad_w2_out: buffers of the weight's shape and any strides, fp32 or in its dtype. Each
             backward adds the weight's gradient to it, and autograd gets None instead. Not for parameters that FSDP
             shards.

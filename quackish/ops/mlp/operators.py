@@ -17,7 +17,7 @@ from quackish.device.modes import check_memory
 from quackish.ops.mlp import kernel_steps, reference
 from quackish.ops.mlp.checks import Inputs, check_offs
 from quackish.ops.mlp.problems import GEMM_SPEC
-from quackish.ops.operator import Operator
+from quackish.ops.operator import Operator, is_graph_kept
 
 
 class Dtypes(NamedTuple):
@@ -177,21 +177,18 @@ def _setup(ctx, args, output):
     inputs = Inputs(*args[:_NUM_INPUTS])
     ctx.outs = dict(w1=inputs.grad_w1_out, w3=inputs.grad_w3_out, w2=inputs.grad_w2_out)  # not saved: backward writes
     ctx.activation, _, ctx.backend = args[_NUM_INPUTS:]
-    ctx.is_overwritten = False
     ctx.save_for_backward(*inputs[:_NUM_SAVED], output[1])
 
 
 def _gradients(backward, ctx, dy):
     *tensors, preactivation = ctx.saved_tensors
-    if ctx.is_overwritten:  # by the first backward
-        preactivation = None
-    ctx.is_overwritten = True
     needs = zip(Dtypes._fields, tensors, ctx.needs_input_grad, strict=False)
     dtypes = {name: t.dtype if need and t is not None else None for name, t, need in needs}
     outs = {name: None if dtypes[name] is None else out for name, out in ctx.outs.items()}
     dtypes |= {name: out.dtype for name, out in outs.items() if out is not None}
     options = ctx.activation, *dtypes.values(), ctx.backend
-    grads = Dtypes(*backward.direct(dy, preactivation, *tensors, *options, outs=tuple(outs.values()), overwrite=True))
+    more = dict(outs=tuple(outs.values()), overwrite=not is_graph_kept())
+    grads = Dtypes(*backward.direct(dy, preactivation, *tensors, *options, **more))
     for name, out in outs.items():
         if out is not None and (grad := getattr(grads, name)) is not None:  # the operator ran
             out.add_(grad)
