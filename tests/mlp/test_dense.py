@@ -113,7 +113,7 @@ def test_against_fp64(activation, split, where):
 
 
 # Rows, H, I. Rows end within a tile, on one, and after several.
-EMULATED = {"few rows": (5, 64, 48), "one tile": (128, 72, 88), "several tiles": (300, 200, 72)}
+EMULATED = {"few rows": (21, 64, 48), "one tile": (128, 72, 88), "several tiles": (300, 200, 72)}
 
 
 def check_emulated(place, sizes, **how):
