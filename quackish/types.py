@@ -8,7 +8,9 @@ from torch import Tensor
 Backend = Literal["auto", "cute", "reference"]
 Reduction = Literal["none", "mean", "sum"]
 Schedule = Literal["auto", "stored", "chunked", "recompute"]
-Activation = Literal["swiglu", "clamped_swiglu", "geglu", "silu", "relu2"]
+Activation = Literal[
+    "swiglu", "clamped_swiglu", "geglu", "geglu_erf", "reglu", "silu", "gelu_tanh", "gelu_erf", "relu2"
+]
 RotaryLayout = Literal["halves", "interleaved", "interleaved_to_halves"]
 Device = torch.device | str | int | None
 

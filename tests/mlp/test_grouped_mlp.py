@@ -51,10 +51,10 @@ def paths_and_options():
                 yield pytest.param(*path.values, biases, scales, *kind)
             for path in PATHS[2:]:
                 yield pytest.param(*path.values, biases, scales, *kind, marks=path.marks)
-    late, at_once, on_blackwell, _ = IN_EMULATOR
+    late, at_once, on_b200, on_b300 = IN_EMULATOR
     for path, has_options, activation, split in (
         (late, True, "swiglu", True), (at_once, False, "silu", False), (late, True, "relu2", False),
-        (on_blackwell, True, "geglu", True),
+        (late, True, "geglu_erf", True), (on_b200, True, "geglu", True), (on_b300, True, "reglu", True),
     ):  # fmt: skip
         yield pytest.param(*path.values, has_options, has_options, activation, split, marks=path.marks)
 
@@ -131,7 +131,7 @@ def test_a_preactivation_beyond_fp16_is_infinite_in_forward_too(activation, wher
     gate = torch.tensor(gates).half().float()
     z = torch.stack([gate, torch.full_like(gate, up)], 1) if activation in reference.GATED else gate[:, None]
     finite = reference.activate(z, activation)[:, 0].isfinite()
-    assert finite.tolist() == [True, activation == "clamped_swiglu", True, activation == "relu2"]
+    assert finite.tolist() == [True, activation == "clamped_swiglu", True, activation in ("relu2", "reglu")]
     for name in ("y", "x"):
         assert torch.equal(got[name].isfinite().all(1).cpu(), finite), name
     with torch.no_grad():

@@ -39,7 +39,8 @@ def grouped_mlp(
         w2: (E, H, I).
         offs: (E,) int32 on x's device: the end of each group, as in F.grouped_mm. Never read back from a GPU.
         w3: (E, I, H): the up projection; w1 is then the gate alone.
-        activation: "swiglu", "clamped_swiglu" (gpt-oss), "geglu" (tanh), or, without a gate, "silu", "relu2".
+        activation: "swiglu", "clamped_swiglu" (gpt-oss), "geglu" (tanh), "geglu_erf", "reglu", or, without a gate,
+            "silu", "gelu_tanh", "gelu_erf", "relu2".
         b1: (E, 2I), [gate; up] with w3 too; (E, I) without a gate. b1, b2 and scales have any of these dtypes.
         b2: (E, H), not multiplied by scales.
         scales: (R,): factors of the activation, such as the router's probabilities.

@@ -18,7 +18,7 @@ from quackish.kernels.gemm.problem import TILE_K
 from quackish.kernels.gemm.sm90_config import GemmConfig
 from quackish.kernels.gemm.sm100_config import GemmSm100Config
 
-GATED = ("swiglu", "clamped_swiglu", "geglu")
+GATED = ("swiglu", "clamped_swiglu", "geglu", "geglu_erf", "reglu")
 DSCALES_COLUMNS = 64  # per partial sum of dscales
 
 # Epilogues ------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The steps of `reference/grouped_mlp.py` with kernels, one launch per step: bf16 and fp16.
+"""The steps of `reference.py` with kernels, one launch per step: bf16 and fp16.
 
 Kernels read operands in place if one dimension is contiguous, the groups' matrices are adjacent, and all rows start on
 16 bytes. Other operands are copied.
@@ -60,7 +60,7 @@ def why_unsupported(who: str, x: Tensor, columns: int = 0, groups: int = 0) -> s
 
 
 class KernelSteps:
-    """The steps on one device, with the names and arguments of the functions in `reference/grouped_mlp.py`."""
+    """The steps on one device, with the names and arguments of the functions in `reference.py`."""
 
     def __init__(self, device: KernelDevice):
         self.device, self.stream, self.empty, self.matrix = device, device.stream, device.empty, device.matrix

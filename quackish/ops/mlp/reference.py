@@ -15,10 +15,14 @@ Rows are sorted by group (expert): group g is rows offs[g - 1] to offs[g]. For a
 | "swiglu"         | gate * sigmoid(gate)                     | up                            |
 | "clamped_swiglu" | c * sigmoid(1.702 * c), c = min(gate, 7) | min(max(up, -7), 7) + 1       |
 | "geglu"          | GELU(gate), its tanh approximation       | up                            |
+| "geglu_erf"      | GELU(gate)                               | up                            |
+| "reglu"          | max(gate, 0)                             | up                            |
 | "silu"           | z * sigmoid(z)                           |                               |
+| "gelu_tanh"      | GELU(z), its tanh approximation          |                               |
+| "gelu_erf"       | GELU(z)                                  |                               |
 | "relu2"          | max(z, 0)**2                             |                               |
 
-At a limit of "clamped_swiglu" the derivative is 0: PyTorch's minimum-norm convention.
+At a limit of "clamped_swiglu" and at 0 of "reglu" the derivative is 0: PyTorch's minimum-norm convention.
 
 Computes in fp32 (fp64 for fp64). z is stored in x's dtype for backward; where it overflows fp16, forward too uses an
 infinite z. Rows from offs[-1] on are 0 in all results and do not affect other rows. If offs decreases or exceeds the
@@ -33,8 +37,8 @@ from torch import Tensor
 
 from quackish.ops.shared.matmul import accumulate_dtype, mm, operand_dtype
 
-GATED = ("swiglu", "clamped_swiglu", "geglu")
-ACTIVATIONS = (*GATED, "silu", "relu2")
+GATED = ("swiglu", "clamped_swiglu", "geglu", "geglu_erf", "reglu")
+ACTIVATIONS = (*GATED, "silu", "gelu_tanh", "gelu_erf", "relu2")
 LIMIT, ALPHA = 7.0, 1.702  # of "clamped_swiglu"
 
 
@@ -195,7 +199,14 @@ def _value_and_slope(gate: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     if activation == "relu2":
         positive = gate.relu()
         return positive.square(), 2 * positive
-    if activation == "geglu":
+    if activation == "reglu":
+        positive = gate.relu()
+        return positive, torch.where(gate > 0, 1.0, positive)
+    if activation in ("geglu_erf", "gelu_erf"):
+        cdf = 0.5 * torch.erfc(gate * -math.sqrt(0.5))  # 0.5 * (1 + erf) cancels far below 0
+        density = torch.exp(-0.5 * gate.square()) / math.sqrt(2 * math.pi)
+        return gate * cdf, cdf + gate * density
+    if activation in ("geglu", "gelu_tanh"):
         k = math.sqrt(2 / math.pi)
         square = gate.square()
         t = torch.tanh(k * gate * (1 + 0.044715 * square))

@@ -4,11 +4,27 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, const_expr
 
-from quackish.kernels.math import sigmoid
+from quackish.kernels.math import LOG2_E, sigmoid
 
 LIMIT, ALPHA = 7.0, 1.702  # of "clamped_swiglu"
 FP16_OVERFLOW = 65520.0  # the least number that rounds to an infinity in fp16
 GELU_2, GELU_3 = 1.5957691216057308, 0.044715  # x * sigmoid(GELU_2 * (x + GELU_3 * x^3)), GELU_2 being 2 sqrt(2 / pi)
+# For x < 0, the normal distribution is exp(-x^2 / 2) times a polynomial in t = 1 / (1 + TAIL_SCALE * |x|), without t^0.
+# This fit has a relative error below 5e-6, and none where GELU's derivative is 0.
+TAIL_SCALE = 0.30547013
+TAIL = (0.12217579, 0.11705571, 0.13985580, -0.0023015237, 0.20006567, -0.076851363)
+
+
+@cute.jit
+def normal(x: Float32):
+    """(the normal distribution at x, its density)"""
+    t = cute.arch.rcp_approx(1.0 + TAIL_SCALE * cute.arch.fmax(x, -x))
+    e = cute.math.exp2(x * x * (-0.5 * LOG2_E), fastmath=True)
+    tail = TAIL[-1]
+    for k in cutlass.range_constexpr(2, len(TAIL) + 1):
+        tail = tail * t + TAIL[-k]
+    tail = tail * (t * e)
+    return 1.0 - tail if x >= 0.0 else tail, e * 0.3989422804
 
 
 @cute.jit
@@ -17,7 +33,13 @@ def activate_gate(gate: Float32, activation: cutlass.Constexpr[str]):
     if const_expr(activation == "relu2"):
         x = cute.arch.fmax(gate, 0.0, nan=True)
         return x * x, 2.0 * x
-    if const_expr(activation == "geglu"):
+    if const_expr(activation == "reglu"):
+        x = cute.arch.fmax(gate, 0.0, nan=True)
+        return x, Float32(1.0) if gate > 0.0 else x
+    if const_expr(activation in ("geglu_erf", "gelu_erf")):
+        cdf, density = normal(gate)
+        return gate * cdf, cdf + gate * density
+    if const_expr(activation in ("geglu", "gelu_tanh")):
         square = gate * gate
         s = sigmoid(GELU_2 * gate * (1.0 + GELU_3 * square))
         return gate * s, s + gate * s * (1.0 - s) * (GELU_2 * (1.0 + 3.0 * GELU_3 * square))
