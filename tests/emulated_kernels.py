@@ -564,6 +564,9 @@ def grouped_gemm(p, a):
             acc = sum(reference.rows_times(part, b, groups) for part, b in zip(parts, bs, strict=True))
         if getattr(o, "biased", False):
             acc = acc + memory(e.bias, FP32, (a.groups, acc.shape[1])).index_select(0, groups.of_row)
+        if getattr(o, "residual", False):
+            assert e.residual % 16 == 0
+            acc = acc + memory(e.residual, dtype, (a.rows, a.n))
         acc, scales = groups.defined(acc), None
         if getattr(o, "scaled", False):
             scales = torch.where(groups.is_live, memory(e.scales, FP32, (a.rows,)), 0.0)[:, None]
@@ -632,7 +635,7 @@ KNOWN = {
     Store: "scaled accumulate",
     mlp.MlpGemmProblem: "epilogue dtype max_groups out_dtype b_major b_in_two cluster_tile",
     mlp.Up: "activation scaled biased keeps",
-    mlp.Down: "biased",
+    mlp.Down: "biased residual",
     mlp.DownBackward: "activation scaled",
     mlp.Store: "accumulate",
     TokenRowsProblem: "op n dtype",

@@ -32,6 +32,7 @@ class UpArgs(NamedTuple):
 
 class DownArgs(NamedTuple):
     bias: Any = None  # (groups, n) fp32
+    residual: Any = None  # (r, n)
 
 
 class DownBackwardArgs(NamedTuple):
@@ -43,12 +44,17 @@ class DownBackwardArgs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Down(GroupedEpilogueSpec):
-    """D is A @ B[g].T + bias."""
+    """D is A @ B[g].T + bias + residual, rounded once."""
 
     biased: bool = False
+    residual: bool = False
 
     def args(self, dtype: str) -> DownArgs:
-        return DownArgs(F32 if self.biased else None)
+        return DownArgs(F32 if self.biased else None, Ptr(dtype, aligned=True) if self.residual else None)
+
+    def work(self, product: Work, sizes: Sizes) -> Work:
+        residual = sizes["rows"] * sizes["n"] * 2 * self.residual
+        return dataclasses.replace(product, bytes_read=product.bytes_read + residual)
 
 
 @dataclasses.dataclass(frozen=True)

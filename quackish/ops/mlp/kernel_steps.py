@@ -80,10 +80,12 @@ class KernelSteps:
         self._rows(epilogue, x, w1, w3, act, offs, args, i, h)
         return preactivation, act
 
-    def down(self, act, w2, b2, offs):
+    def down(self, act, w2, b2, offs, residual=None):
         _, n, k = w2.shape
         y, bias = self.matrix(act.shape[0], n, act.dtype), _fp32(b2)
-        self._rows(_down(biased=b2 is not None), act, w2, None, y, offs, DownArgs(address(bias)), n, k)
+        residual = None if residual is None else _aligned(residual)
+        epilogue = _down(biased=b2 is not None, residual=residual is not None)
+        self._rows(epilogue, act, w2, None, y, offs, DownArgs(address(bias), address(residual)), n, k)
         return y
 
     def down_backward(self, dy, w2, preactivation, scales, offs, activation, needs: Needs):

@@ -83,12 +83,15 @@ def down(
     w2: Tensor,  # (E, H, I)
     b2: Tensor | None,  # (E, H)
     offs: Tensor,
+    residual: Tensor | None = None,  # (R, H) in act's dtype
 ) -> Tensor:
-    """y (R, H) in act's dtype."""
+    """y (R, H) in act's dtype; with `residual`, it is added before y is rounded."""
     groups = Groups(offs, act.shape[0])
     y = rows_times(act, w2, groups)
     if b2 is not None:
         y = y + b2.to(y.dtype).index_select(0, groups.of_row)
+    if residual is not None:
+        y = y + residual
     return groups.defined(y).to(act.dtype)
 
 

@@ -53,6 +53,7 @@ def _data(p: MlpGemmProblem, sizes: Mapping[str, int], device: torch.device) -> 
     makers = {
         "preactivation": lambda: normal(device, p.dtype, rows, width),
         "bias": lambda: torch.randn(groups, width if is_up else n, device=device),
+        "residual": lambda: normal(device, p.dtype, rows, n),
         "scales": lambda: torch.rand(rows, device=device),
         "act": lambda: torch.zeros(rows, n, dtype=dtype_of(p.dtype), device=device),
         "dscales_parts": lambda: torch.zeros(parts, rows, device=device),

@@ -14,6 +14,7 @@ from quackish.kernels.gemm.grouped_operands import GroupEpilogue
 from quackish.kernels.gemm.slice_store import WARP_ROWS, column_value
 from quackish.kernels.gemm.sm100_config import EPILOGUE_WARPS, PIECE_BYTES, SLICE
 from quackish.kernels.gemm.tile_store import Output, RowBlock
+from quackish.kernels.memory import vector_at
 from quackish.ops.mlp.gemm_problems import DSCALES_COLUMNS, DownArgs, DownBackwardArgs, UpArgs
 from quackish.ops.mlp.kernels.activations import activate_backward, activate_gate, activate_up, overflow_as_fp16
 from quackish.ops.mlp.kernels.epilogue_grouped_backward import LoadedStaging
@@ -21,19 +22,34 @@ from quackish.ops.mlp.kernels.preactivation import DownBackwardMatrices, UpMatri
 
 
 class DownSm100(GroupEpilogue):
-    """Stores D, for Down plus a bias."""
+    """Stores D, for Down plus a bias and a residual."""
 
     def __init__(self, problem, config):
         super().__init__(problem, config, GroupStoreSm100(problem))
 
     @cute.jit
-    def __call__(self, acc, prefetched, args: Optional[DownArgs], out: Output, block: RowBlock):
-        for piece in cutlass.range(self.config.slices // self.output.per_piece, unroll=1):
+    def prepare(self, args: Optional[DownArgs], out: Output, block: RowBlock):
+        """Loads the first piece of the residual."""
+        if const_expr(args is not None and args.residual is not None):
+            residual = cute.make_rmem_tensor((self.output.piece_n,), args.residual.dtype)
+            self.load_residual(residual, args.residual, Int32(0), block)
+            return residual
+
+    @cute.jit
+    def __call__(self, acc, residual, args: Optional[DownArgs], out: Output, block: RowBlock):
+        pieces = const_expr(self.config.slices // self.output.per_piece)
+        for piece in cutlass.range(pieces, unroll=1):
             for part in cutlass.range_constexpr(self.output.per_piece):
                 j = piece * self.output.per_piece + part
                 x = acc.load(j)
                 if const_expr(args is not None and args.bias is not None):
                     self.add_bias(x, args.bias, block.n, Int32(0), block.col0 + j * SLICE, block)
+                if const_expr(args is not None and args.residual is not None):
+                    for v in cutlass.range_constexpr(SLICE):
+                        x[v] = x[v] + residual[part * SLICE + v].to(Float32)
+                    if const_expr(part + 1 == self.output.per_piece):
+                        if piece + 1 < pieces:  # while this one is stored
+                            self.load_residual(residual, args.residual, piece + 1, block)
                 self.fill(x, block)
                 self.output(x, piece, part, out, block)
 
@@ -50,6 +66,16 @@ class DownSm100(GroupEpilogue):
         lanes = (bias + (row + cutlass.min(col + block.thread % 32, block.n - 1))).load()
         for v in cutlass.range_constexpr(SLICE):
             x[v] = x[v] + column_value(lanes, v)
+
+    @cute.jit
+    def load_residual(self, values: cute.Tensor, residual: cute.Pointer, piece: Int32, block: RowBlock):
+        """Loads a piece of the thread's row. Rows and columns out of the group's repeat its last ones."""
+        row = cutlass.min(block.row0 + block.thread, block.live - 1)
+        base = residual + Int64(block.start + row) * block.n
+        for i in cutlass.range_constexpr(0, cute.size(values), 8):
+            col = block.col0 + piece * self.output.piece_n + i
+            vector = vector_at(base, cutlass.min(col, block.n - 8), 8).load()
+            cute.local_tile(values, (8,), (i // 8,)).store(vector)
 
     @cute.jit
     def row_scale(self, scales: cute.Pointer, block: RowBlock) -> Float32:
