@@ -182,7 +182,7 @@ MUTATIONS = (
     Mutation(
         "mlp_residual_of_another_row",
         "quackish/ops/mlp/kernels/epilogue_grouped.py",
-        "vector_at(bases[p % 2], col, 2)",
+        "vector_at(bases[i % 2], col, 2)",
         "vector_at(bases[0], col, 2)",
         "tests/mlp/test_dense.py -k test_emulated",
     ),

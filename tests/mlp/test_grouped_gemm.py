@@ -43,10 +43,7 @@ UP = [
     problem(Up("clamped_swiglu", biased=True, scaled=True), "float16", cluster_tile="256x192"),
 ]
 DOWN_BACKWARD = [
-    *(
-        problem(DownBackward(f, scaled=True), b_major="n", cluster_tile="128x256" if f == "reglu" else "256x192")
-        for f in ACTIVATIONS
-    ),
+    *(problem(DownBackward(f, scaled=True), b_major="n", cluster_tile="256x192") for f in ACTIVATIONS),
     *(problem(DownBackward(f), b_major="n", cluster_tile="256x192") for f in ACTIVATIONS if f != "clamped_swiglu"),
     problem(DownBackward("swiglu"), b_major="n"),
     problem(DownBackward("swiglu", scaled=True), b_major="n"),
@@ -54,7 +51,7 @@ DOWN_BACKWARD = [
     problem(DownBackward("clamped_swiglu"), b_major="n", cluster_tile="256x128"),
 ]
 OTHERS = [
-    *(problem(Down(biased=True, residual=True), cluster_tile=t) for t in ("128x256", "128x512")),
+    *(problem(Down(biased=True, residual=True), cluster_tile=t) for t in ("128x256", "256x192", "128x512")),
     problem(Down(biased=True)),
     problem(Down(), "float16", cluster_tile="128x512"),
     problem(Down(), b_major="n", b_in_two=True),
@@ -109,7 +106,6 @@ TILES = [  # epilogue, (m, n, k), the tile on an H100
     (Store(), (5760, 2880, None), "256x192"),
     (Down(), (None, 2048, 768), "256x192"),
     (Down(), (None, 1024, 768), "128x256"),
-    (Down(residual=True), (None, 2048, 768), "128x256"),
     (Down(), (None, 2880, 5760), "256x192"),
     (Down(), (None, 4096, 4096), "128x512"),
     (Up("swiglu"), (None, 2 * 14_336, 4096), "256x192"),

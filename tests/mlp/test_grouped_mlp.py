@@ -51,10 +51,10 @@ def paths_and_options():
                 yield pytest.param(*path.values, biases, scales, *kind)
             for path in PATHS[2:]:
                 yield pytest.param(*path.values, biases, scales, *kind, marks=path.marks)
-    late, at_once, on_blackwell, _ = IN_EMULATOR
+    late, at_once, on_b200, on_b300 = IN_EMULATOR
     for path, has_options, activation, split in (
         (late, True, "swiglu", True), (at_once, False, "silu", False), (late, True, "relu2", False),
-        (on_blackwell, True, "geglu", True), (at_once, True, "geglu_erf", True), (on_blackwell, True, "reglu", False),
+        (late, True, "geglu_erf", True), (on_b200, True, "geglu", True), (on_b300, True, "reglu", True),
     ):  # fmt: skip
         yield pytest.param(*path.values, has_options, has_options, activation, split, marks=path.marks)
 
@@ -218,6 +218,43 @@ def test_the_tile_of_many_steps_in_the_emulator(where):
     a, b = (torch.randn(shape, generator=generator).to(BF16) for shape in ((3, 4096), (1, 4096, 512)))
     got = grouped_mm(a, b, torch.tensor([3], dtype=torch.int32))
     assert error(got, a.double() @ b[0].double()).norm <= 0.5 * torch.finfo(BF16).eps
+
+
+WIDTHS = [(72, 16), (200, 16), (512, 4096)]  # (H, I), for each tile of Down on an H200
+
+
+@pytest.mark.parametrize(
+    "where, h, i",
+    [
+        pytest.param(*path.values, *sizes, marks=() if (path, sizes) == (IN_EMULATOR[0], (72, 16)) else path.marks)
+        for path in (*map(pytest.param, PATHS[:2]), *PATHS[2:], *IN_EMULATOR)
+        for sizes in WIDTHS
+    ],
+    indirect=["where"],
+)
+def test_a_residual_is_added_before_the_only_rounding(where, h, i):
+    """All sums are exact in fp32. Emulated kernels raise a Fault if they read outside of the residual."""
+    sizes = where.sizes if i < 4096 else (3, 0, 1)
+    offs = torch.tensor(sizes).cumsum(0, dtype=torch.int32).to(where.device)
+    groups, rows, generator = len(sizes), sum(sizes) + TAIL, torch.Generator().manual_seed(0)
+    for dtype in where.dtypes:
+
+        def integers(*shape, high=8, dtype=dtype):
+            return torch.randint(-high, high, shape, generator=generator).to(where.device, dtype)
+
+        act, w2, b2, residual = integers(rows, i), integers(groups, h, i), integers(groups, h), integers(rows, h)
+        residual, b2 = residual / 4 + 64, b2 / 2
+        residual[-TAIL:] = torch.nan
+        steps = operators.steps_for("grouped_mlp", act, i, groups, where.backend)
+        moved = torch.cat([residual.flatten()[:1], residual.flatten()])[1:].view(residual.shape)  # not aligned
+        for bias, added in ((b2, residual), (None, moved)):
+            want = torch.zeros_like(residual, dtype=FP64)
+            for g, end in enumerate(offs.tolist()):
+                of_group = slice(end - sizes[g], end)
+                want[of_group] = act[of_group].double() @ w2[g].double().T + residual[of_group]
+                want[of_group] += 0 if bias is None else bias[g]
+            assert torch.equal(steps.down(act, w2, bias, offs, added), want.to(residual))
+        assert steps.down(act, w2, b2, offs.flip(0), residual).isnan().all()
 
 
 # Rows and groups ------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """The schedules on kernels: which steps run, in which order, and over which buffers.
 
-Formulas. For a row with logits a, target t and class weights w, all sums in fp32 (label smoothing: see reference/):
+Formulas. For a row with logits a, target t and class weights w, all sums in fp32 (label smoothing: see reference.py):
     lse = logsumexp(a),    loss = w_t * (lse - a_t) + z_loss * lse^2
     dlogits = coef_softmax * exp(a - lse) - coef_target * onehot(t)
     dx = dlogits @ w,    dw = dlogits.T @ x,    dbias = sum of dlogits over rows

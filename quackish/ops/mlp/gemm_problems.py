@@ -170,13 +170,6 @@ TILES: dict[type, tuple[str, ...]] = {
 }
 # The time of small tiles (128x256, 256x128) relative to large ones that pad as much, from results/gemm_configs.md.
 SMALL: dict[type, float] = {Up: 1.04, Down: 1.04, DownBackward: 1.04, Store: 1.02}
-# Epilogues for which "256x192" spills registers: 2 to 114 loads of local memory
-SPILLING = (
-    DownBackward("clamped_swiglu"),
-    DownBackward("reglu", scaled=True),
-    Down(residual=True),
-    Down(biased=True, residual=True),
-)
 DEEP = 64 * TILE_K  # K of Down from which the cooperative tiles are 3 % faster than ping-pong (H200)
 
 
@@ -206,8 +199,8 @@ def cluster_tile_for(
     tiles = TILES[kind]
     if kind is Down and k < DEEP:
         tiles = tiles[1:]
-    if epilogue in SPILLING:
-        tiles = [tile for tile in tiles if tile != "256x192"]
+    if epilogue == DownBackward("clamped_swiglu"):
+        tiles = tiles[1:]  # "256x192" spills: 10 loads and stores of local memory
     return min(tiles, key=cost)
 
 

@@ -20,8 +20,8 @@ For a row of group g, with scales s:
 | "reglu"          | max(gate, 0)                             | up                            |
 | "silu"           | z * sigmoid(z)                           |                               |
 | "relu2"          | max(z, 0)**2                             |                               |
-| "gelu_tanh"      | as "geglu"                               |                               |
-| "gelu_erf"       | as "geglu_erf"                           |                               |
+| "gelu_tanh"      | GELU(z), its tanh approximation          |                               |
+| "gelu_erf"       | GELU(z), with erf                        |                               |
 
 At a limit of "clamped_swiglu" and at 0 of "reglu" the derivative is 0: PyTorch's minimum-norm convention.
 
@@ -205,9 +205,10 @@ def _value_and_slope(gate: Tensor, activation: str) -> tuple[Tensor, Tensor]:
         positive = gate.relu()
         return positive.square(), 2 * positive
     if activation == "reglu":
-        return gate.relu(), torch.where(gate.isnan(), gate, (gate > 0).to(gate.dtype))
+        positive = gate.relu()
+        return positive, torch.where(gate > 0, 1.0, positive)
     if activation in ("geglu_erf", "gelu_erf"):
-        cdf = 0.5 * (1 + torch.erf(gate * math.sqrt(0.5)))
+        cdf = 0.5 * torch.erfc(gate * -math.sqrt(0.5))  # 0.5 * (1 + erf) cancels far below 0
         density = torch.exp(-0.5 * gate.square()) / math.sqrt(2 * math.pi)
         return gate * cdf, cdf + gate * density
     if activation in ("geglu", "gelu_tanh"):

@@ -20,18 +20,36 @@ class DownSm90(GroupEpilogue):
 
     def __init__(self, problem, config):
         super().__init__(problem, config, GroupStore(problem, config))
+        self.prefetches_residual = config.row_blocks * config.tile_n <= 256  # with more accumulators, registers spill
 
     @cute.jit
-    def __call__(self, acc, prefetched, args: Optional[DownArgs], out: Output, block: RowBlock):
+    def prepare(self, args: Optional[DownArgs], out: Output, block: RowBlock):
+        """Loads the first piece of the residual."""
+        if const_expr(args is not None and args.residual is not None):
+            if const_expr(self.prefetches_residual):
+                return self.load_residual(args.residual, 0, block)
+
+    @cute.jit
+    def __call__(self, acc, residual, args: Optional[DownArgs], out: Output, block: RowBlock):
         per_piece = const_expr(self.output.piece_n // 2)
         for j in cutlass.range_constexpr(self.output.num_pieces):
             values = range(j * per_piece, (j + 1) * per_piece)
-            # by pieces: registers spill where all of the bias is loaded first
-            piece = block._replace(col0=block.col0 + j * self.output.piece_n)
-            if const_expr(args is not None and args.bias is not None):
+            if const_expr(
+                args is not None and args.bias is not None
+            ):  # by pieces: registers spill where all of the bias is loaded first
+                piece = block._replace(col0=block.col0 + j * self.output.piece_n)
                 self.add_bias(acc, values, args.bias, block.n, 0, piece)
             if const_expr(args is not None and args.residual is not None):
-                self.add_residual(acc, values, args.residual, piece)
+                if const_expr(not self.prefetches_residual):
+                    residual = self.load_residual(args.residual, j, block)
+                for i in cutlass.range_constexpr(per_piece // 2):
+                    two = cute.make_rmem_tensor((2,), args.residual.dtype)
+                    cute.recast_tensor(two, Int32)[0] = residual[i]
+                    for c in cutlass.range_constexpr(2):
+                        v = j * per_piece + 2 * i + c
+                        acc[v] = acc[v] + two[c].to(Float32)
+                if const_expr(self.prefetches_residual and j + 1 < self.output.num_pieces):  # while this one is stored
+                    residual = self.load_residual(args.residual, j + 1, block)
             self.fill(acc, values, block.group)
             self.output(acc, j, out, block)
 
@@ -58,24 +76,18 @@ class DownSm90(GroupEpilogue):
                     acc[i + v] = acc[i + v] + two[v % 2]
 
     @cute.jit
-    def add_residual(self, acc, values: cutlass.Constexpr[range], residual: cute.Pointer, block: RowBlock):
-        """Adds residual (rows, n) to these values of acc, whose first column is col0.
-
-        Rows and columns past the last ones, which are not stored, get the values of these.
-        """
-        if not block.group.is_filled:
-            first, bases = block.row0 + thread_rows(block.thread), [residual, residual]
-            for r in cutlass.range_constexpr(2):
-                row = block.start + cutlass.min(first + 8 * r, block.live - 1)
-                bases[r] = residual + (Int64(row) * block.n + column_of(0, block.thread))
-            loaded = [None] * (len(values) // 2)
-            for p in cutlass.range_constexpr(len(loaded)):  # all loads first: they wait for memory together
-                col = cutlass.min(block.col0 + p // 2 * 8, block.n - 8)
-                loaded[p] = vector_at(bases[p % 2], col, 2).load()
-            for p in cutlass.range_constexpr(len(loaded)):
-                two, i = loaded[p].to(Float32), const_expr(values.start + 2 * p)
-                for c in cutlass.range_constexpr(2):
-                    acc[i + c] = acc[i + c] + two[c]
+    def load_residual(self, residual: cute.Pointer, j: cutlass.Constexpr[int], block: RowBlock):
+        """Piece j of the thread's rows, two values per word. Rows past the group's repeat its last one."""
+        words, columns, bases = [], block.n - block.col0, []
+        for r in cutlass.range_constexpr(2):
+            row = cutlass.min(block.row0 + thread_rows(block.thread) + 8 * r, block.live - 1)
+            bases.append(residual + (Int64(block.start + row) * block.n + block.col0 + column_of(0, block.thread)))
+        for i in cutlass.range_constexpr(self.output.piece_n // 4):
+            col, word = const_expr(j * self.output.piece_n + i // 2 * 8), Int32(0)
+            if col < columns:  # both are multiples of 8
+                word = cute.recast_tensor(vector_at(bases[i % 2], col, 2), Int32)[0]
+            words.append(word)
+        return words
 
     @cute.jit
     def row_scales(self, scales: cute.Pointer, block: RowBlock):

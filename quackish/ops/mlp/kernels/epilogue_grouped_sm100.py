@@ -28,15 +28,28 @@ class DownSm100(GroupEpilogue):
         super().__init__(problem, config, GroupStoreSm100(problem))
 
     @cute.jit
-    def __call__(self, acc, prefetched, args: Optional[DownArgs], out: Output, block: RowBlock):
-        for piece in cutlass.range(self.config.slices // self.output.per_piece, unroll=1):
+    def prepare(self, args: Optional[DownArgs], out: Output, block: RowBlock):
+        """Loads the first piece of the residual."""
+        if const_expr(args is not None and args.residual is not None):
+            residual = cute.make_rmem_tensor((self.output.piece_n,), args.residual.dtype)
+            self.load_residual(residual, args.residual, Int32(0), block)
+            return residual
+
+    @cute.jit
+    def __call__(self, acc, residual, args: Optional[DownArgs], out: Output, block: RowBlock):
+        pieces = const_expr(self.config.slices // self.output.per_piece)
+        for piece in cutlass.range(pieces, unroll=1):
             for part in cutlass.range_constexpr(self.output.per_piece):
                 j = piece * self.output.per_piece + part
                 x = acc.load(j)
                 if const_expr(args is not None and args.bias is not None):
                     self.add_bias(x, args.bias, block.n, Int32(0), block.col0 + j * SLICE, block)
                 if const_expr(args is not None and args.residual is not None):
-                    self.add_residual(x, args.residual, block.col0 + j * SLICE, block)
+                    for v in cutlass.range_constexpr(SLICE):
+                        x[v] = x[v] + residual[part * SLICE + v].to(Float32)
+                    if const_expr(part + 1 == self.output.per_piece):
+                        if piece + 1 < pieces:  # while this one is stored
+                            self.load_residual(residual, args.residual, piece + 1, block)
                 self.fill(x, block)
                 self.output(x, piece, part, out, block)
 
@@ -55,17 +68,14 @@ class DownSm100(GroupEpilogue):
             x[v] = x[v] + column_value(lanes, v)
 
     @cute.jit
-    def add_residual(self, x: cute.Tensor, residual: cute.Pointer, col: Int32, block: RowBlock):
-        """Adds residual (rows, n) to the values of the columns from col on.
-
-        Rows and columns past the group's and D's last ones, which are not stored, get a value of these.
-        """
-        if not block.group.is_filled:
-            row = Int64(block.start + cutlass.min(block.row0 + block.thread, block.live - 1)) * block.n
-            for v in cutlass.range_constexpr(0, SLICE, 8):
-                eight = vector_at(residual, row + cutlass.min(col + v, block.n - 8), 8).load().to(Float32)
-                for c in cutlass.range_constexpr(8):
-                    x[v + c] = x[v + c] + eight[c]
+    def load_residual(self, values: cute.Tensor, residual: cute.Pointer, piece: Int32, block: RowBlock):
+        """Loads a piece of the thread's row. Rows and columns out of the group's repeat its last ones."""
+        row = cutlass.min(block.row0 + block.thread, block.live - 1)
+        base = residual + Int64(block.start + row) * block.n
+        for i in cutlass.range_constexpr(0, cute.size(values), 8):
+            col = block.col0 + piece * self.output.piece_n + i
+            vector = vector_at(base, cutlass.min(col, block.n - 8), 8).load()
+            cute.local_tile(values, (8,), (i // 8,)).store(vector)
 
     @cute.jit
     def row_scale(self, scales: cute.Pointer, block: RowBlock) -> Float32:
