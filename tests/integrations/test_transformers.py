@@ -100,8 +100,13 @@ def test_step_matches_unpatched_model(family):
     keys = list(model.state_dict())
     with applied(model, chunk_size=5):
         patched = {type(m).__name__ for m in model.modules() if hasattr(type(m), "_quackish_unpatched")}
-        has_norms = any("RMSNorm" in type(m).__name__ for m in plain.modules())
-        assert patched == {f"{family}ForCausalLM", "Linear", *[f"{family}RMSNorm"] * has_norms}
+        has_norms, has_mlp = (any(name in type(m).__name__ for m in plain.modules()) for name in ("RMSNorm", "MLP"))
+        assert patched == {
+            f"{family}ForCausalLM",
+            "Linear",
+            *[f"{family}RMSNorm"] * has_norms,
+            *[f"{family}MLP"] * has_mlp,
+        }
         got, expected = step(model), step(plain)
         assert_same_step(got, expected)
         if plain.config.to_dict().get("output_router_logits"):
@@ -469,7 +474,7 @@ def test_left_and_refused(name):
         apply(model)
     (left,) = report(model).left
     assert left.name == ("model.norm" if "norm" in message else "")
-    assert len(report(model).patched) == 5
+    assert len(report(model).patched) == 7
 
 
 WRONG = {
@@ -556,10 +561,10 @@ def test_norms_that_zero_3_sharded():
 
 def test_parts():
     model = tiny()
-    base = apply(model.model, head=False)
+    base = apply(model.model, head=False, mlp=False)
     assert model(**batch()).logits is not None
     assert hasattr(type(base.norm), "_quackish_unpatched")
-    apply(model, norms=False)
+    apply(model, norms=False, mlp=False)
     assert model(**batch()).logits is None
     model.lm_head.__class__ = type("FSDPLinear", (type(model.lm_head),), {})  # as fully_shard does
     with pytest.raises(ValueError, match="an FSDPLinear was wrapped after apply"):

@@ -154,8 +154,8 @@ def key_of(module: nn.Module) -> str:
     return repr((shapes, sorted(plain_attributes(module).items()), list(module.children())))
 
 
-_GATED = ("swiglu", "clamped_swiglu", "geglu", "geglu_erf", "reglu")
-_PLAIN = ("silu", "relu2", "gelu_tanh", "gelu_erf")
+GATED = ("swiglu", "clamped_swiglu", "geglu", "geglu_erf", "reglu")
+PLAIN = ("silu", "relu2", "gelu_tanh", "gelu_erf")
 
 
 def find_form(module: nn.Module, experts: nn.Module, why_different: Callable[[nn.Module, Form], str]) -> Form | str:
@@ -177,7 +177,7 @@ def _candidates(experts: nn.Module) -> list[Form]:
     """The forms that fit the shapes of the weights."""
     first = first_matrix(experts)
     w1, w2 = experts._parameters[first].shape, experts._parameters["down_proj"].shape
-    factor, activations = (2, _GATED) if first == "gate_up_proj" else (1, _PLAIN)
+    factor, activations = (2, GATED) if first == "gate_up_proj" else (1, PLAIN)
     forms = []
     for is_transposed in (False, True):
         (rows, h1), (h2, inner) = ((w1[2], w1[1]), (w2[2], w2[1])) if is_transposed else (w1[1:], w2[1:])
@@ -231,10 +231,12 @@ def run_trial(small: nn.Module, arguments: tuple[Tensor, ...], grad: Tensor) -> 
     return {**outputs, **dict(zip(leaves, grads, strict=True))}
 
 
-def compare_trials(got: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> str:
-    """Says which output or gradient differs from the expected one; "" if none does."""
+def compare_trials(
+    got: dict[str, Tensor | None], expected: dict[str, Tensor | None], function: str = "moe_mlp", most: float = 1e-4
+) -> str:
+    """Says which output or gradient differs from the expected one by more than `most`; "" if none does."""
     for name, truth in expected.items():
-        if not difference(got[name], truth) <= 1e-4:
+        if not difference(got[name], truth) <= most:
             what = name if name.startswith("output") else f"the gradient of {name}"
-            return f"{what} differs from moe_mlp's by {difference(got[name], truth):.1g}"
+            return f"{what} differs from {function}'s by {difference(got[name], truth):.1g}"
     return ""

@@ -11,6 +11,7 @@ from quackish.errors import UnsupportedError, a, check_bool, refuse_unknown, war
 from quackish.integrations.loss_options import check_loss_options
 from quackish.integrations.transformers import experts as experts_patches
 from quackish.integrations.transformers import head as head_patches
+from quackish.integrations.transformers import mlps as mlp_patches
 from quackish.integrations.transformers import norms as norm_patches
 from quackish.integrations.transformers import scaled_experts
 from quackish.integrations.transformers.reports import Entry, Report, check_is_module, examine
@@ -25,6 +26,7 @@ class _ApplyOptions(TypedDict, total=False):
 
     norms: bool
     head: bool
+    mlp: bool
     experts: bool
     strict: bool
     schedule: Schedule
@@ -37,13 +39,14 @@ def apply(
     *,
     norms: bool = True,
     head: bool = True,
+    mlp: bool = True,
     experts: bool = False,
     strict: bool = False,
     schedule: Schedule = "auto",
     chunk_size: int | None = None,
     memory_limit: int | None = None,
 ) -> Model:
-    """Patches `model` to run quackish's RMSNorm and linear cross entropy; returns `model`.
+    """Patches `model` to run quackish's RMSNorm, linear cross entropy and MLP; returns `model`.
 
     A module is patched if a trial shows that its class computes what quackish computes: results and gradients agree,
     on small random CPU tensors, up to the roundings that docs/guides/transformers.md lists. Modules that do not are
@@ -58,6 +61,8 @@ def apply(
         head: patch the loss. In training mode with labels, the output has `loss`, and `logits` is None. In a call,
             `skip_logits=False` computes logits too, `skip_logits=True` skips them in evaluation mode too, and
             `return_token_accuracy=True` adds `token_accuracy` to an output without logits.
+        mlp: run MLPs with `quackish.mlp`, while their linears are plain: not adapted, quantized, hooked or sharded.
+            torch.compile still uses the original ones.
         experts: run mixtures of experts with `quackish.moe_mlp`.
         strict: raise if an RMSNorm, the loss or, with experts=True, experts would be left.
         schedule, chunk_size, memory_limit: as in `quackish.linear_cross_entropy`.
@@ -70,10 +75,10 @@ def apply(
     """
     options = head_patches.HeadOptions(schedule, chunk_size, memory_limit)
     check_loss_options("apply", **options._asdict())
-    check_bool("apply", norms=norms, head=head, experts=experts, strict=strict)
+    check_bool("apply", norms=norms, head=head, mlp=mlp, experts=experts, strict=strict)
     check_is_module("apply", model)
     _check_is_whole(model)
-    kinds = [kind for kind, chosen in dict(norm=norms, loss=head, experts=experts).items() if chosen]
+    kinds = [kind for kind, chosen in dict(norm=norms, loss=head, mlp=mlp, experts=experts).items() if chosen]
     entries = list(examine(model, kinds))
     if any(entry.is_patched for entry in entries):
         raise ValueError("apply: the model is patched by quackish already; revert(model) first")
@@ -84,7 +89,7 @@ def apply(
     if strict and experts and not any(entry.kind == "experts" for entry in entries):
         raise UnsupportedError(f"apply: strict=True, experts=True and {a(type(model))} has no experts")
     if len(left) == len(entries):
-        what = f"nothing to patch in {a(type(model))} with {norms=}, {head=} and {experts=}"
+        what = f"nothing to patch in {a(type(model))} with {norms=}, {head=}, {mlp=} and {experts=}"
         raise _error(left, f"{what}: {Report(left)}" if left else what)
     if wanted:
         warn_once(f"apply left to Transformers: {Report(wanted)}\nreport(model) lists what was patched and what not.")
@@ -112,6 +117,8 @@ def _patch(entry: Entry, model: nn.Module, options: head_patches.HeadOptions) ->
     module = entry.module
     if entry.kind == "norm":
         module.__class__ = norm_patches.norm_class(type(module), norm_patches.formula_of(module))
+    elif entry.kind == "mlp":
+        module.__class__ = mlp_patches.mlp_class(type(module), mlp_patches.form_of(module))
     elif entry.kind == "experts":
         patches = scaled_experts if scaled_experts.is_block(module) else experts_patches
         patches.patch(module, patches.form_of(module))

@@ -8,10 +8,10 @@ from torch import nn
 
 from quackish.errors import describe
 from quackish.integrations.plain import why_weights_unsupported
-from quackish.integrations.transformers import experts, head, norms, scaled_experts
+from quackish.integrations.transformers import experts, head, mlps, norms, scaled_experts
 from quackish.integrations.transformers.subclass import is_patched
 
-Kind = Literal["norm", "loss", "experts"]
+Kind = Literal["norm", "loss", "experts", "mlp"]
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Entry:
 
     @property
     def is_expected(self) -> bool:
-        """False for LayerNorms and the like, which quackish has no function for."""
-        return self.kind != "norm" or "RMSNorm" in type(self.module).__name__
+        """False for LayerNorms, which quackish has no function for, and for MLPs, which have many forms."""
+        return self.kind in ("loss", "experts") or "RMSNorm" in type(self.module).__name__
 
 
 class Report(list[Entry]):
@@ -57,7 +57,7 @@ class Report(list[Entry]):
 
 
 def report(model: nn.Module) -> Report:
-    """Lists the norms, losses and experts of a model: patched ones, and the others with a reason. Print it.
+    """Lists the norms, losses, MLPs and experts of a model: patched ones, and the others with a reason. Print it.
 
     Works before `apply` too. Changes nothing. After FSDP shards the model, only patched modules are examined in full.
     """
@@ -114,8 +114,8 @@ def _why_loss(patched: nn.Module) -> str:
     return f"{head_name}: {why}" if why else ""
 
 
-def examine(model: nn.Module, kinds: Sequence[Kind] = ("norm", "loss", "experts")) -> Iterator[Entry]:
-    """An entry for each norm and each module of experts, and one for the loss."""
+def examine(model: nn.Module, kinds: Sequence[Kind] = ("norm", "loss", "experts", "mlp")) -> Iterator[Entry]:
+    """An entry for each norm, MLP and module of experts, and one for the loss."""
     for name, module in model.named_modules():
         done = is_patched(module)
         if "norm" in kinds and norms.is_norm(module):
@@ -124,6 +124,9 @@ def examine(model: nn.Module, kinds: Sequence[Kind] = ("norm", "loss", "experts"
         if "experts" in kinds and is_experts(module):
             reason = _why_experts(module) if done else _why_bypassed(model, name) or _why(experts_form(module))
             yield Entry(name, module, "experts", done, reason)
+        if "mlp" in kinds and mlps.is_mlp(module):
+            reason = mlps.why_bypassed(module, type(module).form) if done else _why(mlps.form_of(module))
+            yield Entry(name, module, "mlp", done, reason)
     if "loss" in kinds:
         whole = head.base_model(model)
         name, done = next(name for name, module in model.named_modules() if module is whole), is_patched(whole)

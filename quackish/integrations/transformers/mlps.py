@@ -1,0 +1,151 @@
+"""Dense MLPs: which modules compute what `quackish.mlp` does, by trial, and their patched classes."""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import quackish
+from quackish.errors import a
+from quackish.integrations.plain import why_output_differs, why_weights_unsupported
+from quackish.integrations.transformers.experts import GATED, PLAIN, compare_trials, key_of, run_trial, takes
+from quackish.integrations.transformers.subclass import subclass, unpatched_class
+from quackish.integrations.transformers.trial import Random, isolated, reason, small_copy
+from quackish.ops.mlp.dense import has_kernel
+
+
+class Form(NamedTuple):
+    """How a class computes, and the names of its linears."""
+
+    activation: str  # as in quackish.mlp
+    w1: str
+    w3: str | None  # the up projection, if w1 is the gate alone
+    w2: str
+
+    def linears(self) -> list[str]:
+        return [name for name in (self.w1, self.w3, self.w2) if name is not None]
+
+
+@functools.cache
+def mlp_class(base: type, form: Form) -> type:
+    """A subclass of an MLP whose forward runs `quackish.mlp`. Cached."""
+
+    def forward(self, *args, **kwargs) -> Tensor:
+        (x,) = *args, *kwargs.values()
+        if torch.compiler.is_compiling() or why_bypassed(self, form):  # the compiler fuses activations itself
+            return base.forward(self, x)
+        first, down = getattr(self, form.w1), getattr(self, form.w2)
+        if x.device.type != "cpu" and not has_kernel(x, down.weight):  # the portable path is slower than PyTorch's MLP
+            return base.forward(self, x)
+        up = None if form.w3 is None else getattr(self, form.w3)
+        w3, b3 = (None, None) if up is None else (up.weight, up.bias)
+        return quackish.mlp(
+            x, first.weight, down.weight, w3=w3, b1=first.bias, b3=b3, b2=down.bias, activation=form.activation
+        )
+
+    return subclass(base, forward, (mlp_class, base, form), form=form)
+
+
+def why_bypassed(mlp: nn.Module, form: Form) -> str:
+    """Says why calls of a patched MLP run its own forward; "" if they do not.
+
+    Linears may be wrapped, hooked or sharded after `apply`, as by PEFT, FSDP, DeepSpeed and tensor parallelism.
+    """
+    for name in form.linears():
+        linear = mlp._modules.get(name)
+        if type(linear) is not nn.Linear:
+            return f"its {name} is {a(type(linear))}, expected a torch.nn.Linear"
+        why = why_output_differs(linear, ignored=()) or why_weights_unsupported(linear)
+        if not why and type(linear.weight).__name__ == "DTensor":
+            why = "its weight is a DTensor, expected a plain tensor"
+        if why:
+            return f"{name}: {why}"
+    return ""
+
+
+# Trials ---------------------------------------------------------------------------------------------------------------
+
+
+def is_mlp(module: nn.Module) -> bool:
+    """True for what may be an MLP: its parameters are those of two or three linears with the shapes of one."""
+    if module._parameters or len(takes(module)) != 1:
+        return False
+    return next(_candidates(module), None) is not None
+
+
+_forms: dict[tuple, Form | str] = {}
+
+
+def form_of(mlp: nn.Module) -> Form | str:
+    """What an MLP computes, or why `quackish.mlp` does not. Trials are cached per class and attributes."""
+    base = unpatched_class(mlp)
+    if "forward" in vars(mlp):
+        return "its forward was replaced on the instance, as hooks of accelerate do"
+    if why := why_bypassed(mlp, next(_candidates(mlp))):
+        return why
+    key = base, base.forward, key_of(mlp)
+    if key not in _forms:
+        try:
+            with isolated():
+                _forms[key] = _find(mlp, base)
+        except Exception as error:  # anything a class's forward may raise
+            return reason(error)
+    return _forms[key]
+
+
+def _find(mlp: nn.Module, base: type) -> Form | str:
+    """The first form in which a small copy of the MLP computes the same as quackish, or how the first one differs."""
+    reasons = []
+    for form in _candidates(mlp):
+        down = getattr(mlp, form.w2)
+        hidden, inner = down.out_features, down.in_features
+        small = small_copy(mlp, base, {hidden: 24, inner: 16, 2 * inner: 32}, Random()).double()
+        try:
+            why = _why_different(small, form)
+        except Exception as error:  # linears in another order have other sizes
+            why = reason(error)
+        if not why:
+            return form
+        reasons.append(why)
+    return reasons[0]
+
+
+def _candidates(mlp: nn.Module) -> Iterator[Form]:
+    """The forms that fit the shapes of the linears."""
+    linears: dict[str, nn.Linear] = {}
+    for name, child in mlp.named_children():
+        if isinstance(child, nn.Linear):
+            linears[name] = child
+        elif next(child.parameters(), None) is not None or next(child.buffers(), None) is not None:
+            return
+    for w1, *w3, w2 in itertools.permutations(linears, len(linears)) if len(linears) in (2, 3) else ():
+        first, down, up = linears[w1], linears[w2], [linears[name] for name in w3]
+        hidden, inner = down.out_features, down.in_features
+        if first.in_features != hidden or any((u.in_features, u.out_features) != (hidden, inner) for u in up):
+            continue
+        if first.out_features == inner:
+            for activation in GATED if w3 else PLAIN:
+                yield Form(activation, w1, w3[0] if w3 else None, w2)
+        elif first.out_features == 2 * inner and not w3:
+            for activation in GATED:
+                yield Form(activation, w1, None, w2)
+
+
+def _why_different(small: nn.Module, form: Form) -> str:
+    """Says how a class's own forward differs from the patched one's; "" if it does not."""
+    random, base, tokens = Random(1), type(small), 6
+    hidden = getattr(small, form.w2).weight.shape[0]
+    for training, scale in ((True, 1.0), (False, 30.0)):  # dropout; large activations reach limits
+        small.train(training)
+        x = random.normal(2, tokens, hidden, dtype=torch.float64, std=scale)
+        grad = random.normal(2, tokens, hidden, dtype=torch.float64)
+        expected = run_trial(small, (x,), grad)
+        small.__class__ = mlp_class(base, form)
+        got = run_trial(small, (x,), grad)
+        small.__class__ = base
+        if why := compare_trials(got, expected, "mlp", 1e-6):
+            return why
+    return ""
