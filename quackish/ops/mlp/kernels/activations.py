@@ -24,7 +24,9 @@ def normal(x: Float32):
     for k in cutlass.range_constexpr(2, len(TAIL) + 1):
         tail = tail * t + TAIL[-k]
     tail = tail * (t * e)
-    return 1.0 - tail if x >= 0.0 else tail, e * 0.3989422804
+    sign, base = (Float32(-1.0), Float32(1.0)) if x >= 0.0 else (Float32(1.0), Float32(0.0))
+    # an fma, because a choice between 1 - tail and tail spills registers in Blackwell's Up
+    return cute.math.fma(tail, sign, base), e * 0.3989422804
 
 
 @cute.jit
