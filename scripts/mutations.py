@@ -154,7 +154,7 @@ MUTATIONS = (
         "quackish/ops/mlp/kernels/activations.py",
         "if x >= 0.0 else (Float32(1.0), Float32(0.0))",
         "if x >= -1.0 else (Float32(1.0), Float32(0.0))",
-        "tests/mlp/test_activations.py",
+        "tests/mlp/test_activations.py -k test_gelu_of_every_number",
     ),
     # host code
     Mutation(

@@ -18,7 +18,6 @@ from quackish.errors import UnsupportedError, a
 from quackish.integrations.plain import warn_unless_compiling, why_weights_unsupported
 from quackish.integrations.transformers.subclass import subclass, unpatched_class
 from quackish.integrations.transformers.trial import Random, difference, isolated, plain_attributes, reason, small_copy
-from quackish.ops.mlp.reference import ACTIVATIONS, GATED
 
 
 class Form(NamedTuple):
@@ -155,6 +154,10 @@ def key_of(module: nn.Module) -> str:
     return repr((shapes, sorted(plain_attributes(module).items()), list(module.children())))
 
 
+_GATED = "swiglu", "clamped_swiglu", "geglu", "geglu_erf", "reglu"
+_PLAIN = "silu", "gelu_tanh", "gelu_erf", "relu2"
+
+
 def find_form(module: nn.Module, experts: nn.Module, why_different: Callable[[nn.Module, Form], str]) -> Form | str:
     """The first form in which a small copy of `module`, which has or is `experts`, computes the same with quackish."""
     why = "its weights have other shapes than [gate; up] and down"
@@ -174,7 +177,7 @@ def _candidates(experts: nn.Module) -> list[Form]:
     """The forms that fit the shapes of the weights."""
     first = first_matrix(experts)
     w1, w2 = experts._parameters[first].shape, experts._parameters["down_proj"].shape
-    factor, activations = (2, GATED) if first == "gate_up_proj" else (1, ACTIVATIONS[len(GATED) :])
+    factor, activations = (2, _GATED) if first == "gate_up_proj" else (1, _PLAIN)
     forms = []
     for is_transposed in (False, True):
         (rows, h1), (h2, inner) = ((w1[2], w1[1]), (w2[2], w2[1])) if is_transposed else (w1[1:], w2[1:])
