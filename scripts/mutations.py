@@ -152,8 +152,8 @@ MUTATIONS = (
     Mutation(
         "gelu_without_its_left_tail",
         "quackish/ops/mlp/kernels/activations.py",
-        "if x >= 0.0 else (Float32(1.0), Float32(0.0))",
-        "if x >= -1.0 else (Float32(1.0), Float32(0.0))",
+        "if x >= 0.0 else (Float32(0.0), tail)",
+        "if x >= -1.0 else (Float32(0.0), tail)",
         "tests/mlp/test_activations.py -k test_gelu_of_every_number",
     ),
     # host code
