@@ -154,8 +154,8 @@ def key_of(module: nn.Module) -> str:
     return repr((shapes, sorted(plain_attributes(module).items()), list(module.children())))
 
 
-_GATED = "swiglu", "clamped_swiglu", "geglu", "geglu_erf", "reglu"
-_PLAIN = "silu", "gelu_tanh", "gelu_erf", "relu2"
+_GATED = ("swiglu", "clamped_swiglu", "geglu", "geglu_erf", "reglu")
+_PLAIN = ("silu", "relu2", "gelu_tanh", "gelu_erf")
 
 
 def find_form(module: nn.Module, experts: nn.Module, why_different: Callable[[nn.Module, Form], str]) -> Form | str:
