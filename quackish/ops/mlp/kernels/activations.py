@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, const_expr
+from cutlass import Float32, Int32, const_expr
 
 from quackish.kernels.math import LOG2_E, sigmoid
 
@@ -16,17 +16,17 @@ TAIL = (0.12217579, 0.11705571, 0.13985580, -0.0023015237, 0.20006567, -0.076851
 
 
 @cute.jit
-def gelu(x: Float32):
-    """(x times the normal distribution at x, its derivative)"""
+def normal(x: Float32):
+    """(the normal distribution at x, its density)"""
     t = cute.arch.rcp_approx(1.0 + TAIL_SCALE * cute.arch.fmax(x, -x))
     e = cute.math.exp2(x * x * (-0.5 * LOG2_E), fastmath=True)
     tail = TAIL[-1]
     for k in cutlass.range_constexpr(2, len(TAIL) + 1):
         tail = tail * t + TAIL[-k]
-    tail = tail * t
-    # the distribution is step + e * tail, its density e / sqrt(2 pi)
-    step, tail = (Float32(1.0), -tail) if x >= 0.0 else (Float32(0.0), tail)
-    return x * cute.math.fma(e, tail, step), cute.math.fma(e, x * 0.3989422804 + tail, step)
+    tail = tail * (t * e)
+    # 1 - tail or tail, by x's sign bit: choices by predicates spilled registers
+    sign = ((x.bitcast(Int32) & -0x80000000) | 0x3F800000).bitcast(Float32)
+    return cute.math.fma(-sign, tail, cute.arch.fmax(sign, 0.0)), e * 0.3989422804
 
 
 @cute.jit
@@ -39,7 +39,8 @@ def activate_gate(gate: Float32, activation: cutlass.Constexpr[str]):
         x = cute.arch.fmax(gate, 0.0, nan=True)
         return x, Float32(1.0) if gate > 0.0 else x
     if const_expr(activation in ("geglu_erf", "gelu_erf")):
-        return gelu(gate)
+        cdf, density = normal(gate)
+        return gate * cdf, cdf + gate * density
     if const_expr(activation in ("geglu", "gelu_tanh")):
         square = gate * gate
         s = sigmoid(GELU_2 * gate * (1.0 + GELU_3 * square))
