@@ -134,6 +134,28 @@ MUTATIONS = (
         "const_expr(self.width // (4 * lanes))",
         "tests/emulator/test_emulate_details.py -k test_gradients_of_all_rows_and_columns",
     ),
+    # grouped GEMMs
+    Mutation(
+        "residual_of_rows_past_the_group",
+        "quackish/ops/mlp/kernels/epilogue_grouped.py",
+        "row = cutlass.min(block.row0 + thread_rows(block.thread) + 8 * r, block.live - 1)",
+        "row = block.row0 + thread_rows(block.thread) + 8 * r",
+        "tests/mlp/test_grouped_mlp.py -k 'test_a_residual and kernels'",
+    ),
+    Mutation(
+        "residual_wins_over_the_fill",
+        "quackish/ops/mlp/kernels/epilogue_grouped.py",
+        "            self.fill(acc, values, block.group)\n            self.output(acc, j, out, block)",
+        "            self.output(acc, j, out, block)",
+        "tests/mlp/test_grouped_mlp.py -k 'test_a_residual and kernels'",
+    ),
+    Mutation(
+        "gelu_without_its_left_tail",
+        "quackish/ops/mlp/kernels/activations.py",
+        "cute.arch.fmax(sign, 0.0)",
+        "cute.arch.fmax(sign, 1.0)",
+        "tests/mlp/test_activations.py -k test_gelu_of_every_number",
+    ),
     # host code
     Mutation(
         "no_version_bump_of_grad_weight_out",

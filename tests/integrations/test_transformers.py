@@ -17,6 +17,7 @@ from tests.cuda_graphs import captured, no_synchronization
 transformers = pytest.importorskip("transformers", minversion="5")
 from quackish.errors import UnsupportedError  # noqa: E402
 from quackish.integrations.transformers import applied, apply, report, revert  # noqa: E402
+from quackish.integrations.transformers.experts import form_of  # noqa: E402
 
 V = 97
 SIZES = dict(
@@ -515,10 +516,18 @@ def test_unsupported_models(monkeypatch):
         apply(tiny(), strict=True)
 
 
+@pytest.mark.parametrize(
+    "hidden_act, activation", [("gelu", "geglu_erf"), ("gelu_pytorch_tanh", "geglu"), ("relu", "reglu")]
+)
+def test_experts_with_other_activations(hidden_act, activation):
+    experts = tiny("Qwen3Moe", hidden_act=hidden_act).model.layers[0].mlp.experts
+    assert form_of(experts).activation == activation
+
+
 def test_unsupported_experts():
     message = r"experts: Qwen3MoeExperts \(model.layers.0.mlp.experts and 1 more\): output 1 differs from moe_mlp's by"
     with pytest.raises(UnsupportedError, match=message):
-        apply(tiny("Qwen3Moe", hidden_act="gelu"), experts=True, strict=True)
+        apply(tiny("Qwen3Moe", hidden_act="tanh"), experts=True, strict=True)
     with pytest.raises(ValueError, match="nothing to patch in a LlamaForCausalLM with norms=False, head=False and"):
         apply(tiny(), norms=False, head=False, experts=True)
     with pytest.raises(UnsupportedError, match="experts=True and a LlamaForCausalLM has no experts"):

@@ -58,6 +58,11 @@ OTHERS = [
     problem(Down(), b_major="n", b_in_two=True, cluster_tile="128x512"),
     problem(Down(biased=True), cluster_tile="256x192"),
     problem(Down(), b_major="n", b_in_two=True, cluster_tile="256x192"),
+    *(
+        problem(Down(biased=True, residual=True), dtype, cluster_tile=tile)
+        for dtype, tile in (("bfloat16", "256x192"), ("float16", "256x192"), ("bfloat16", "128x512"))
+    ),
+    problem(Down(residual=True), b_major="n", cluster_tile="128x256"),
     problem(Store()),
     problem(Store(accumulate=True), out_dtype="float32", cluster_tile="256x192"),
     problem(Store(accumulate=True), out_dtype="float32", cluster_tile="192x256"),

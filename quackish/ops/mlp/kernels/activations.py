@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, const_expr
+from cutlass import Float32, Int32, const_expr
 
 from quackish.kernels.math import LOG2_E, sigmoid
 
@@ -24,7 +24,9 @@ def normal(x: Float32):
     for k in cutlass.range_constexpr(2, len(TAIL) + 1):
         tail = tail * t + TAIL[-k]
     tail = tail * (t * e)
-    return 1.0 - tail if x >= 0.0 else tail, e * 0.3989422804
+    # 1 - tail or tail, by x's sign bit: choices by predicates spilled registers
+    sign = ((x.bitcast(Int32) & -0x80000000) | 0x3F800000).bitcast(Float32)
+    return cute.math.fma(-sign, tail, cute.arch.fmax(sign, 0.0)), e * 0.3989422804
 
 
 @cute.jit
