@@ -300,23 +300,25 @@ def page(results: list[Result]) -> str:
         losses = sum(result.patched("loss")[0] for result in group)
         experts = [result.patched("experts") for result in group if result.patched("experts")[1]]
         all_patched = sum(patched == total for patched, total in experts)
+        mlps = sum(result.patched("mlp")[0] > 0 for result in group)
         lines.append(
-            f"- `...{ending}`: {len(group)} were compared. The loss is patched in {losses}. {len(experts)} have "
-            f"experts, which are all patched in {all_patched}."
+            f"- `...{ending}`: {len(group)} were compared. The loss is patched in {losses}, MLPs in {mlps}. "
+            f"{len(experts)} have experts, which are all patched in {all_patched}."
         )
     lines += [
         f"- {len(results) - len(built)} classes were not compared: they do not run on text alone, or need a config of "
         "their own.",
         "",
-        '"Norms" counts patched norms of all, LayerNorms included, which are never patched.',
+        '"Norms" counts patched norms of all, LayerNorms included, which are never patched. "MLPs" counts modules with',
+        "the linears of one; those that are left have another activation, dropout, or other products.",
         "",
-        "| model | loss | norms | experts | left, and why |",
-        "|---|---|---|---|---|",
+        "| model | loss | norms | MLPs | experts | left, and why |",
+        "|---|---|---|---|---|---|",
     ]
     for result in built:
-        loss, norms, experts = (result.patched(kind) for kind in ("loss", "norm", "experts"))
+        loss, *others = (result.patched(kind) for kind in ("loss", "norm", "mlp", "experts"))
         left = {f"{type(entry.module).__name__}: {entry.reason}" for entry in result.entries.left if entry.is_expected}
-        cells = result.name, "yes" if loss[0] else "no", _of(norms), _of(experts), cell("; ".join(sorted(left)))
+        cells = result.name, "yes" if loss[0] else "no", *map(_of, others), cell("; ".join(sorted(left)))
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "| not compared | what its small config or step raised |", "|---|---|"]
     lines += [f"| {result.name} | {cell(result.problem)} |" for result in results if result.problem]

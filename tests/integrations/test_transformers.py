@@ -165,13 +165,12 @@ def test_bf16_error_is_within_that_of_unpatched_model(family, experts, device):
     if family == "GptOss":
         grads_got = {name: interleaved(grad) if "gate_up" in name else grad for name, grad in grads_got.items()}
     assert got.loss.dtype == torch.float32
-    assert (got.loss - truth.loss).abs() <= 1.5 * (expected.loss - truth.loss).abs() + 1e-3
+    # one number, or a bias of few elements, may have a small error by luck
+    assert (got.loss - truth.loss).abs() <= 1.5 * (expected.loss - truth.loss).abs() + 2**-9 * truth.loss
     for name, grad in grads_truth.items():
         error, allowed = ((grads[name].float() - grad).norm() for grads in (grads_got, grads_expected))
         assert grads_got[name].dtype == torch.bfloat16
-        assert error <= 1.5 * allowed + 2**-8 * grad.norm(), (
-            name
-        )  # a bias of few elements may have a small error by luck
+        assert error <= 1.5 * allowed + 2**-8 * grad.norm(), name
 
 
 @pytest.mark.parametrize("family", ["Qwen3", "Gemma2", "Olmo2"])
@@ -528,8 +527,8 @@ def test_unsupported_experts():
     message = r"experts: Qwen3MoeExperts \(model.layers.0.mlp.experts and 1 more\): output 1 differs from moe_mlp's by"
     with pytest.raises(UnsupportedError, match=message):
         apply(tiny("Qwen3Moe", hidden_act="tanh"), experts=True, strict=True)
-    with pytest.raises(ValueError, match="nothing to patch in a LlamaForCausalLM with norms=False, head=False and"):
-        apply(tiny(), norms=False, head=False, experts=True)
+    with pytest.raises(ValueError, match="nothing to patch in a LlamaForCausalLM with norms=False, head=False, mlp=F"):
+        apply(tiny(), norms=False, head=False, mlp=False, experts=True)
     with pytest.raises(UnsupportedError, match="experts=True and a LlamaForCausalLM has no experts"):
         apply(tiny(), experts=True, strict=True)
 
@@ -546,7 +545,7 @@ def test_users_subclass():
 
 
 def test_applied_reverts_only_what_it_patched():
-    model = apply(tiny(), norms=False)
+    model = apply(tiny(), norms=False, mlp=False)
     with applied(model, head=False):
         assert hasattr(type(model.model.norm), "_quackish_unpatched")
     assert not hasattr(type(model.model.norm), "_quackish_unpatched")

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import quackish
+from tests import idle_kernels
 from tests.integrations.test_transformers import SIZES, V, assert_same_step, interleaved, step, tiny
 
 transformers = pytest.importorskip("transformers", minversion="5")
@@ -23,13 +24,14 @@ from quackish.integrations.transformers import (  # noqa: E402
     apply,
     experts,
     head,
+    mlps,
     norms,
     report,
     revert,
     scaled_experts,
 )
 
-CACHES = norms._formulas, head._trials, experts._forms, scaled_experts._forms
+CACHES = norms._formulas, head._trials, experts._forms, mlps._forms, scaled_experts._forms
 
 
 def is_patched(module: nn.Module) -> bool:
@@ -459,7 +461,7 @@ def test_models_compiled_in_place():
 def test_models_on_meta():
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
-    assert len(report(apply(model, strict=True)).patched) == 6
+    assert len(report(apply(model, strict=True)).patched) == 8
 
 
 def test_each_class_is_tried_once(monkeypatch):
@@ -491,3 +493,155 @@ def test_report_and_print():
     assert sum("experts" in line and "not patched" in line for line in lines) == 1
     assert "(norm): Qwen3MoeRMSNorm[quackish]((32,), eps=1e-06)" in str(model)
     assert "(lm_head): Linear[quackish](" in str(model)
+
+
+# MLPs -----------------------------------------------------------------------------------------------------------------
+
+
+class OwnMlp(nn.Module):
+    """A gated MLP with its own names, as in a model's own code."""
+
+    def __init__(self, hidden: int = 32, inner: int = 40, bias: bool = True):
+        super().__init__()
+        self.out = nn.Linear(inner, hidden, bias=bias)
+        self.value, self.gate = nn.Linear(hidden, inner), nn.Linear(hidden, inner, bias=False)
+
+    def act(self, t):
+        return F.silu(t)
+
+    def forward(self, x):
+        return self.out(self.value(x) * self.act(self.gate(x)))
+
+
+class Fused(OwnMlp):
+    def __init__(self, hidden: int = 32, inner: int = 32):  # a square down projection
+        super().__init__()
+        del self.value
+        self.out, self.gate = nn.Linear(inner, hidden, bias=False), nn.Linear(hidden, 2 * inner)
+
+    def forward(self, x):
+        gate, up = self.gate(x).chunk(2, -1)
+        return self.out(self.act(gate) * up)
+
+
+class UpFirst(Fused):
+    def forward(self, x):
+        up, gate = self.gate(x).chunk(2, -1)
+        return self.out(self.act(gate) * up)
+
+
+class Plain(OwnMlp):
+    def __init__(self):
+        super().__init__()
+        del self.value
+
+    def forward(self, x):
+        return self.out(self.act(self.gate(x)))
+
+
+class ExactGelu(Plain):
+    def act(self, t):
+        return F.gelu(t)
+
+
+class TanhGelu(OwnMlp):
+    def act(self, t):
+        return F.gelu(t, approximate="tanh")
+
+
+class QuickGelu(Plain):
+    def act(self, t):
+        return t * torch.sigmoid(1.702 * t)
+
+
+class WithDropout(Plain):
+    def forward(self, x):
+        return F.dropout(super().forward(x), 0.1, self.training)
+
+
+class Multiplied(OwnMlp):
+    def forward(self, x):
+        return super().forward(x) * 1.01
+
+
+class TwoArguments(OwnMlp):
+    def forward(self, x, residual):
+        return super().forward(x) + residual
+
+
+@pytest.mark.parametrize(
+    "kind, form",
+    [
+        (OwnMlp, ("swiglu", "gate", "value", "out")),
+        (Fused, ("swiglu", "gate", None, "out")),
+        (Plain, ("silu", "gate", None, "out")),
+        (ExactGelu, ("gelu_erf", "gate", None, "out")),
+        (TanhGelu, ("geglu", "gate", "value", "out")),
+        *((kind, None) for kind in (UpFirst, QuickGelu, WithDropout, Multiplied)),
+    ],
+)
+def test_which_mlps_are_patched(kind, form):
+    module = kind()
+    entry, loss = report(module)
+    assert (entry.kind, loss.kind) == ("mlp", "loss")
+    if form is None:
+        assert re.search(r"differs from mlp's by", entry.reason)
+        return
+    assert mlps.form_of(module) == form
+    x = torch.randn(2, 7, 32, requires_grad=True)
+    want = module(x)
+    grads = torch.autograd.grad(want.sum(), [x, *module.parameters()])
+    with applied(module, head=False):
+        got = module(x)
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(torch.autograd.grad(got.sum(), [x, *module.parameters()]), grads)
+    assert type(module) is kind
+
+
+def test_modules_that_are_no_mlps_are_not_named():
+    for module in TwoArguments(), nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 5)):
+        assert [entry.kind for entry in report(module)] == ["loss"]
+
+
+def reparametrized(module):
+    torch.nn.utils.parametrizations.weight_norm(module.gate)
+
+
+BYPASSES = {
+    "adapted": lambda m: setattr(m, "gate", type("Adapted", (nn.Linear,), {})(32, 40, bias=False)),
+    "hook": lambda m: m.out.register_forward_hook(lambda module, args, output: output * 2),
+    "hook before": lambda m: m.value.register_forward_pre_hook(lambda module, args: None),
+    "replaced": lambda m: setattr(m.gate, "forward", lambda x: 2 * F.linear(x, m.gate.weight)),
+    "parametrized": reparametrized,
+    "another": lambda m: setattr(m, "value", nn.Sequential(m.value)),
+}
+
+
+@pytest.mark.parametrize("name", BYPASSES)
+def test_an_mlp_whose_linears_changed_runs_its_own_forward(name, monkeypatch):
+    module, x = apply(OwnMlp(), head=False), torch.randn(3, 32)
+    calls, mlp = [], quackish.mlp
+    monkeypatch.setattr(quackish, "mlp", lambda *args, **options: calls.append(1) or mlp(*args, **options))
+    module(x)
+    assert calls == [1]
+    BYPASSES[name](module)
+    torch.testing.assert_close(module(x), OwnMlp.forward(module, x), rtol=0, atol=0)
+    assert calls == [1]
+    entry, _ = report(module)
+    assert entry.is_patched
+    assert re.match("gate|value|out|its (gate|value) is a", entry.reason)
+
+
+def test_compiled_code_and_meta_tensors_run_the_mlps_own_forward(monkeypatch):
+    module, x = apply(OwnMlp(), head=False), torch.randn(3, 32)
+    monkeypatch.setattr(quackish, "mlp", None)
+    torch.testing.assert_close(torch.compile(module, backend="eager", fullgraph=True)(x), OwnMlp.forward(module, x))
+    assert module.to("meta")(x.to("meta")).shape == x.shape
+
+
+def test_an_mlp_on_kernels():
+    module = apply(OwnMlp().bfloat16(), head=False)
+    with idle_kernels.on_cpu() as launches:
+        module(torch.randn(2, 3, 32, dtype=torch.bfloat16)).sum().backward()
+    assert {launch.kernel for launch in launches} == {"grouped_gemm"}
+    assert len(launches) == 8  # two products, the activation's gradient, three of weights and two of biases

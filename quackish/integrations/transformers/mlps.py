@@ -46,7 +46,7 @@ def mlp_class(base: type, form: Form) -> type:
             x, first.weight, down.weight, w3=w3, b1=first.bias, b3=b3, b2=down.bias, activation=form.activation
         )
 
-    return subclass(base, forward, (mlp_class, base, form), form=form)
+    return subclass(base, forward, (mlp_class, base, form), mlp_form=form)
 
 
 def why_bypassed(mlp: nn.Module, form: Form) -> str:
@@ -70,7 +70,9 @@ def why_bypassed(mlp: nn.Module, form: Form) -> str:
 
 
 def is_mlp(module: nn.Module) -> bool:
-    """True for what may be an MLP: its parameters are those of two or three linears with the shapes of one."""
+    """True for a patched MLP, and for what may be one: its parameters are those of two or three linears."""
+    if hasattr(type(module), "mlp_form"):
+        return True
     if module._parameters or len(takes(module)) != 1:
         return False
     return next(_candidates(module), None) is not None
@@ -98,7 +100,7 @@ def form_of(mlp: nn.Module) -> Form | str:
 
 def _find(mlp: nn.Module, base: type) -> Form | str:
     """The first form in which a small copy of the MLP computes the same as quackish, or how the first one differs."""
-    reasons = []
+    reasons, failures = [], []
     for form in _candidates(mlp):
         down = getattr(mlp, form.w2)
         hidden, inner = down.out_features, down.in_features
@@ -106,11 +108,12 @@ def _find(mlp: nn.Module, base: type) -> Form | str:
         try:
             why = _why_different(small, form)
         except Exception as error:  # linears in another order have other sizes
-            why = reason(error)
+            failures.append(reason(error))
+            continue
         if not why:
             return form
         reasons.append(why)
-    return reasons[0]
+    return [*reasons, *failures][0]
 
 
 def _candidates(mlp: nn.Module) -> Iterator[Form]:

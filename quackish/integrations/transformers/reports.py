@@ -125,9 +125,10 @@ def examine(model: nn.Module, kinds: Sequence[Kind] = ("norm", "loss", "experts"
             reason = _why_experts(module) if done else _why_bypassed(model, name) or _why(experts_form(module))
             yield Entry(name, module, "experts", done, reason)
         if "mlp" in kinds and mlps.is_mlp(module):
-            reason = mlps.why_bypassed(module, type(module).form) if done else _why(mlps.form_of(module))
+            reason = mlps.why_bypassed(module, type(module).mlp_form) if done else _why(mlps.form_of(module))
             yield Entry(name, module, "mlp", done, reason)
     if "loss" in kinds:
         whole = head.base_model(model)
-        name, done = next(name for name, module in model.named_modules() if module is whole), is_patched(whole)
+        name = next(name for name, module in model.named_modules() if module is whole)
+        done = hasattr(type(whole), "head_name")  # a patched norm may be the whole model
         yield Entry(name, whole, "loss", done, _why_loss(whole) if done else head.why_unsupported(whole))
