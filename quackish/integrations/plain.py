@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from quackish.errors import a, warn_once
+from quackish.types import Backend
 
 # Subclasses of PyTorch that dispatch quackish's operators. Others with a __torch_dispatch__, such as quantized tensors,
 # rarely do.
@@ -62,6 +63,11 @@ def _origin(hook: Callable) -> str:
 
 def _name(hook: Callable) -> str:
     return getattr(hook, "__qualname__", type(hook).__qualname__)
+
+
+def backend_for(t: Tensor) -> Backend:
+    """On a GPU, kernels or UnsupportedError: a model's own code is at least as fast as the portable path there."""
+    return "auto" if t.device.type == "cpu" else "cute"
 
 
 def warn_unless_compiling(message: str) -> None:

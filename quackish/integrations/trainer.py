@@ -17,7 +17,7 @@ from quackish.integrations import transformers
 class QuackishCallback(hf.TrainerCallback):
     """Patches the model of a Trainer with `quackish.integrations.transformers.apply`, before the model is wrapped.
 
-    In TRL's trainers, `quackish.integrations.trl.apply` replaces the loss, so only norms, MLPs and experts are patched.
+    In TRL's trainers, `quackish.integrations.trl.apply` replaces the loss, so only the other modules are patched.
     A reference model is not patched, nor is a model that `model_init` builds when training begins: call `apply` there.
 
     options: options of `quackish.integrations.transformers.apply`. Building the Trainer raises its errors.
@@ -37,7 +37,7 @@ class QuackishCallback(hf.TrainerCallback):
             }
             if options.pop("head", True):
                 trl.apply(**of_loss)
-            if not (options.get("norms", True) or options.get("mlp", True) or options.get("experts", False)):
+            if not (any(options.get(name, True) for name in ("norms", "mlp", "rotary")) or options.get("experts")):
                 return
             options["head"] = False
         transformers.apply(model, **options)

@@ -54,7 +54,7 @@ def test_trainer_learns_the_same(tmp_path, monkeypatch):
 
 def test_errors_of_apply_are_raised(tmp_path):
     with pytest.raises(ValueError, match="nothing to patch"):
-        trained(tmp_path, [callback(norms=False, head=False, mlp=False)])
+        trained(tmp_path, [callback(norms=False, head=False, mlp=False, rotary=False)])
     with pytest.raises(TypeError, match=r"QuackishCallback has no option 'shedule'; .* did you mean schedule"):
         callback(shedule="recompute")
 

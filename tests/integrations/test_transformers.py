@@ -101,13 +101,9 @@ def test_step_matches_unpatched_model(family):
     keys = list(model.state_dict())
     with applied(model, chunk_size=5):
         patched = {type(m).__name__ for m in model.modules() if hasattr(type(m), "_quackish_unpatched")}
-        has_norms, has_mlp = (any(name in type(m).__name__ for m in plain.modules()) for name in ("RMSNorm", "MLP"))
-        assert patched == {
-            f"{family}ForCausalLM",
-            "Linear",
-            *[f"{family}RMSNorm"] * has_norms,
-            *[f"{family}MLP"] * has_mlp,
-        }
+        names = {type(m).__name__ for m in plain.modules()}
+        parts = {f"{family}{part}" for part in ("RMSNorm", "MLP", "Attention")}
+        assert patched == {f"{family}ForCausalLM", "Linear", *(parts & names)}
         got, expected = step(model), step(plain)
         assert_same_step(got, expected)
         if plain.config.to_dict().get("output_router_logits"):
@@ -161,7 +157,8 @@ def test_bf16_error_is_within_that_of_unpatched_model(family, experts, device):
     inputs = {name: t.to(device) for name, t in batch().items()}
     truth, grads_truth = step(copy.deepcopy(plain).float(), **inputs)
     expected, grads_expected = step(plain, **inputs)
-    got, grads_got = step(apply(plain, experts=experts, strict=True), **inputs)
+    # not rotary: in these small models its other roundings, which are fewer, send tokens to other experts
+    got, grads_got = step(apply(plain, experts=experts, rotary=False, strict=True), **inputs)
     if family == "GptOss":
         grads_got = {name: interleaved(grad) if "gate_up" in name else grad for name, grad in grads_got.items()}
     assert got.loss.dtype == torch.float32
@@ -474,7 +471,7 @@ def test_left_and_refused(name):
         apply(model)
     (left,) = report(model).left
     assert left.name == ("model.norm" if "norm" in message else "")
-    assert len(report(model).patched) == 7
+    assert len(report(model).patched) == 9
 
 
 WRONG = {
@@ -528,7 +525,7 @@ def test_unsupported_experts():
     with pytest.raises(UnsupportedError, match=message):
         apply(tiny("Qwen3Moe", hidden_act="tanh"), experts=True, strict=True)
     with pytest.raises(ValueError, match="nothing to patch in a LlamaForCausalLM with norms=False, head=False, mlp=F"):
-        apply(tiny(), norms=False, head=False, mlp=False, experts=True)
+        apply(tiny(), norms=False, head=False, mlp=False, rotary=False, experts=True)
     with pytest.raises(UnsupportedError, match="experts=True and a LlamaForCausalLM has no experts"):
         apply(tiny(), experts=True, strict=True)
 
@@ -545,7 +542,7 @@ def test_users_subclass():
 
 
 def test_applied_reverts_only_what_it_patched():
-    model = apply(tiny(), norms=False, mlp=False)
+    model = apply(tiny(), norms=False, mlp=False, rotary=False)
     with applied(model, head=False):
         assert hasattr(type(model.model.norm), "_quackish_unpatched")
     assert not hasattr(type(model.model.norm), "_quackish_unpatched")
@@ -564,15 +561,15 @@ def test_norms_that_zero_3_sharded():
     model = tiny()
     for p in model.parameters():
         p.ds_shape, p.data = p.shape, torch.empty(0)
-    assert len(report(apply(model, strict=True)).patched) == 6
+    assert len(report(apply(model, strict=True)).patched) == 8  # MLPs are left
 
 
 def test_parts():
     model = tiny()
-    base = apply(model.model, head=False, mlp=False)
+    base = apply(model.model, head=False, mlp=False, rotary=False)
     assert model(**batch()).logits is not None
     assert hasattr(type(base.norm), "_quackish_unpatched")
-    apply(model, norms=False, mlp=False)
+    apply(model, norms=False, mlp=False, rotary=False)
     assert model(**batch()).logits is None
     model.lm_head.__class__ = type("FSDPLinear", (type(model.lm_head),), {})  # as fully_shard does
     with pytest.raises(ValueError, match="an FSDPLinear was wrapped after apply"):

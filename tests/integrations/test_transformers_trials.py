@@ -28,6 +28,7 @@ from quackish.integrations.transformers import (  # noqa: E402
     norms,
     report,
     revert,
+    rotaries,
     scaled_experts,
 )
 
@@ -461,7 +462,7 @@ def test_models_compiled_in_place():
 def test_models_on_meta():
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
-    assert len(report(apply(model, strict=True)).patched) == 8
+    assert len(report(apply(model, strict=True)).patched) == 10
 
 
 def test_each_class_is_tried_once(monkeypatch):
@@ -481,7 +482,7 @@ def test_each_class_is_tried_once(monkeypatch):
 def test_report_and_print():
     model = tiny("Qwen3Moe")
     before = report(model)
-    assert {entry.kind for entry in before} == {"norm", "loss", "experts"}
+    assert {entry.kind for entry in before} == {"norm", "loss", "experts", "rotary"}
     assert before.patched == []
     assert "norm: Qwen3MoeRMSNorm (model.layers.0.self_attn.q_norm and 8 more): not patched; apply(model) can" in str(
         before
@@ -634,9 +635,21 @@ def test_an_mlp_whose_linears_changed_runs_its_own_forward(name, monkeypatch):
 
 def test_compiled_code_and_meta_tensors_run_the_mlps_own_forward(monkeypatch):
     module, x = apply(OwnMlp(), head=False), torch.randn(3, 32)
+    assert copy.deepcopy(module).to("meta")(x.to("meta")).shape == x.shape
     monkeypatch.setattr(quackish, "mlp", None)
     torch.testing.assert_close(torch.compile(module, backend="eager", fullgraph=True)(x), OwnMlp.forward(module, x))
-    assert module.to("meta")(x.to("meta")).shape == x.shape
+
+
+def test_without_a_kernel_the_models_own_code_runs(monkeypatch):
+    """As on GPUs that no kernel is for."""
+    monkeypatch.setattr(rotaries, "backend_for", lambda t: "cute")
+    monkeypatch.setattr(mlps, "backend_for", lambda t: "cute")
+    model = tiny()
+    expected = step(model)
+    apply(model, norms=False, head=False)
+    output, grads = step(model)
+    assert torch.equal(output.loss, expected[0].loss)
+    assert all(torch.equal(grads[name], grad) for name, grad in expected[1].items())
 
 
 def test_an_mlp_on_kernels():
@@ -645,3 +658,127 @@ def test_an_mlp_on_kernels():
         module(torch.randn(2, 3, 32, dtype=torch.bfloat16)).sum().backward()
     assert {launch.kernel for launch in launches} == {"grouped_gemm"}
     assert len(launches) == 8  # two products, the activation's gradient, three of weights and two of biases
+
+
+# Rotary embeddings ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "family, form",
+    [
+        ("Llama", ("halves", "full", False)),
+        ("Cohere", ("interleaved", "full", False)),
+        ("GptOss", ("halves", "half", False)),
+        ("Phi3", ("halves", "full", True)),
+    ],
+)
+def test_which_rotary_functions_are_computed(family, form, monkeypatch):
+    model = tiny(family)
+    attention, expected = model.model.layers[0].self_attn, step(model)
+    assert rotaries.form_of(attention) == ("apply_rotary_pos_emb", *form)
+    calls, rotary = [], quackish.rotary
+    monkeypatch.setattr(quackish, "rotary", lambda *args, **options: calls.append(1) or rotary(*args, **options))
+    with applied(model, norms=False, head=False, mlp=False):
+        assert_same_step(step(model), expected, has_logits=True)
+    assert calls == [1] * model.config.num_hidden_layers
+
+
+def glm_like(q, k, cos, sin, unsqueeze_dim=1):
+    """Rotates pairs of the first elements, with the first half of the tables."""
+    cos, sin = (t[..., : t.shape[-1] // 2].repeat_interleave(2, -1).unsqueeze(unsqueeze_dim) for t in (cos, sin))
+    width, results = cos.shape[-1], []
+    for t in (q, k):
+        turned = torch.stack([-t[..., 1:width:2], t[..., :width:2]], -1).flatten(-2)
+        results.append(torch.cat([t[..., :width] * cos + turned * sin, t[..., width:]], -1))
+    return tuple(results)
+
+
+def deepseek_like(q, k, cos, sin, unsqueeze_dim=1):
+    """Reads pairs and writes halves."""
+    results = []
+    for t in (q, k):
+        t = t.unflatten(-1, (-1, 2)).mT.flatten(-2)
+        turned = torch.cat([-t.chunk(2, -1)[1], t.chunk(2, -1)[0]], -1)
+        results.append(t * cos.unsqueeze(unsqueeze_dim) + turned * sin.unsqueeze(unsqueeze_dim))
+    return tuple(results)
+
+
+def other_way_around(q, k, cos, sin, unsqueeze_dim=1):
+    return deepseek_like(q, k, cos, -sin, unsqueeze_dim)
+
+
+def keys_scaled(q, k, cos, sin, unsqueeze_dim=1):
+    q, k = deepseek_like(q, k, cos, sin, unsqueeze_dim)
+    return q, 1.001 * k
+
+
+def other_arguments(x, cos, sin):
+    return x * cos
+
+
+apply_rotary_pos_emb = None  # of OwnAttention; the tests set it
+
+
+class OwnAttention(nn.Module):
+    def forward(self, q, k, cos, sin, **options):
+        return apply_rotary_pos_emb(q, k, cos, sin, **options)
+
+
+class CallsSuper(OwnAttention):
+    def forward(self, *args):
+        return super().forward(*args)
+
+
+def tables(d=16, batch=2, length=5):
+    q, k = torch.randn(batch, 4, length, d), torch.randn(batch, 2, length, d)
+    return q, k, torch.randn(batch, length, d), torch.randn(batch, length, d)
+
+
+@pytest.mark.parametrize(
+    "function, form",
+    [
+        (glm_like, ("interleaved", "first half", True)),
+        (deepseek_like, ("interleaved_to_halves", "full", False)),
+        (other_way_around, "differs from rotary's by"),
+        (keys_scaled, "differs from rotary's by"),
+        (other_arguments, r"its apply_rotary_pos_emb takes \(x, cos, sin\), expected q, k, cos and sin"),
+    ],
+)
+def test_rotary_functions_of_own_attentions(function, form, monkeypatch):
+    monkeypatch.setitem(globals(), "apply_rotary_pos_emb", function)
+    module = OwnAttention()
+    found = rotaries.form_of(module)
+    if isinstance(form, str):
+        assert re.search(form, found)
+        return
+    assert found == ("apply_rotary_pos_emb", *form)
+    q, k, cos, sin = tables()
+    with applied(module, head=False):
+        for width in (16, 8) if form[2] else (16,):
+            arguments = q, k, cos[..., :width], sin[..., :width]
+            for got, want in zip(module(*arguments), function(*arguments), strict=True):
+                torch.testing.assert_close(got, want)
+
+
+def test_calls_that_rotary_does_not_cover_run_the_files_function(monkeypatch):
+    monkeypatch.setitem(globals(), "apply_rotary_pos_emb", deepseek_like)
+    module, calls, rotary = apply(OwnAttention(), head=False), [], quackish.rotary
+    monkeypatch.setattr(quackish, "rotary", lambda *args, **options: calls.append(1) or rotary(*args, **options))
+    q, k, cos, sin = tables()
+    module(q, k, cos, sin)
+    assert calls == [1]
+    module(q.transpose(1, 2), k.transpose(1, 2), cos, sin, unsqueeze_dim=2)
+    module(q, k, cos.requires_grad_(), sin)
+    module(q.to("meta"), k.to("meta"), cos.to("meta"), sin.to("meta"))
+    torch.compile(module, backend="eager", fullgraph=True)(q, k, cos, sin)
+    monkeypatch.setitem(globals(), "apply_rotary_pos_emb", lambda *args: "a mock")  # bound after apply
+    assert module(q, k, cos, sin) == "a mock"
+    assert calls == [1]
+    assert [entry.kind for entry in report(CallsSuper())] == ["loss"]
+
+
+def test_a_rotation_on_kernels():
+    model = apply(tiny().bfloat16(), norms=False, head=False, mlp=False)
+    with idle_kernels.on_cpu() as launches:
+        step(model)
+    assert [launch.kernel for launch in launches] == ["rotary"] * 4  # two layers, forward and backward

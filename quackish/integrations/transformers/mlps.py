@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import quackish
-from quackish.errors import a
-from quackish.integrations.plain import why_output_differs, why_weights_unsupported
+from quackish.errors import UnsupportedError, a
+from quackish.integrations.plain import backend_for, why_output_differs, why_weights_unsupported
 from quackish.integrations.transformers.experts import GATED, PLAIN, compare_trials, key_of, run_trial, takes
 from quackish.integrations.transformers.subclass import subclass, unpatched_class
 from quackish.integrations.transformers.trial import Random, isolated, reason, small_copy
-from quackish.ops.mlp.dense import has_kernel
 
 
 class Form(NamedTuple):
@@ -38,13 +37,13 @@ def mlp_class(base: type, form: Form) -> type:
         if torch.compiler.is_compiling() or why_bypassed(self, form):  # the compiler fuses activations itself
             return base.forward(self, x)
         first, down = getattr(self, form.w1), getattr(self, form.w2)
-        if x.device.type != "cpu" and not has_kernel(x, down.weight):  # the portable path is slower than PyTorch's MLP
-            return base.forward(self, x)
         up = None if form.w3 is None else getattr(self, form.w3)
         w3, b3 = (None, None) if up is None else (up.weight, up.bias)
-        return quackish.mlp(
-            x, first.weight, down.weight, w3=w3, b1=first.bias, b3=b3, b2=down.bias, activation=form.activation
-        )
+        options = dict(w3=w3, b1=first.bias, b3=b3, b2=down.bias, activation=form.activation, backend=backend_for(x))
+        try:
+            return quackish.mlp(x, first.weight, down.weight, **options)
+        except UnsupportedError:
+            return base.forward(self, x)
 
     return subclass(base, forward, (mlp_class, base, form), mlp_form=form)
 

@@ -13,7 +13,7 @@ from quackish.integrations.transformers import experts as experts_patches
 from quackish.integrations.transformers import head as head_patches
 from quackish.integrations.transformers import mlps as mlp_patches
 from quackish.integrations.transformers import norms as norm_patches
-from quackish.integrations.transformers import scaled_experts
+from quackish.integrations.transformers import rotaries, scaled_experts
 from quackish.integrations.transformers.reports import Entry, Report, check_is_module, examine
 from quackish.integrations.transformers.subclass import is_patched
 from quackish.types import Schedule
@@ -27,6 +27,7 @@ class _ApplyOptions(TypedDict, total=False):
     norms: bool
     head: bool
     mlp: bool
+    rotary: bool
     experts: bool
     strict: bool
     schedule: Schedule
@@ -40,13 +41,14 @@ def apply(
     norms: bool = True,
     head: bool = True,
     mlp: bool = True,
+    rotary: bool = True,
     experts: bool = False,
     strict: bool = False,
     schedule: Schedule = "auto",
     chunk_size: int | None = None,
     memory_limit: int | None = None,
 ) -> Model:
-    """Patches `model` to run quackish's RMSNorm, linear cross entropy and MLP; returns `model`.
+    """Patches `model` to run quackish's RMSNorm, linear cross entropy, MLP and rotary embeddings; returns `model`.
 
     A module is patched if a trial shows that its class computes what quackish computes: results and gradients agree,
     on small random CPU tensors, up to the roundings that docs/guides/transformers.md lists. Modules that do not are
@@ -63,6 +65,8 @@ def apply(
             `return_token_accuracy=True` adds `token_accuracy` to an output without logits.
         mlp: run MLPs with `quackish.mlp`, while their linears are plain: not adapted, quantized, hooked or sharded.
             torch.compile still uses the original ones.
+        rotary: rotate queries and keys with `quackish.rotary` in attention modules. torch.compile still uses the
+            original code.
         experts: run mixtures of experts with `quackish.moe_mlp`.
         strict: raise if an RMSNorm, the loss or, with experts=True, experts would be left.
         schedule, chunk_size, memory_limit: as in `quackish.linear_cross_entropy`.
@@ -75,10 +79,11 @@ def apply(
     """
     options = head_patches.HeadOptions(schedule, chunk_size, memory_limit)
     check_loss_options("apply", **options._asdict())
-    check_bool("apply", norms=norms, head=head, mlp=mlp, experts=experts, strict=strict)
+    check_bool("apply", norms=norms, head=head, mlp=mlp, rotary=rotary, experts=experts, strict=strict)
     check_is_module("apply", model)
     _check_is_whole(model)
-    kinds = [kind for kind, chosen in dict(norm=norms, loss=head, mlp=mlp, experts=experts).items() if chosen]
+    chosen = dict(norm=norms, loss=head, mlp=mlp, rotary=rotary, experts=experts)
+    kinds = [kind for kind, is_chosen in chosen.items() if is_chosen]
     entries = list(examine(model, kinds))
     if any(entry.is_patched for entry in entries):
         raise ValueError("apply: the model is patched by quackish already; revert(model) first")
@@ -89,7 +94,7 @@ def apply(
     if strict and experts and not any(entry.kind == "experts" for entry in entries):
         raise UnsupportedError(f"apply: strict=True, experts=True and {a(type(model))} has no experts")
     if len(left) == len(entries):
-        what = f"nothing to patch in {a(type(model))} with {norms=}, {head=}, {mlp=} and {experts=}"
+        what = f"nothing to patch in {a(type(model))} with {norms=}, {head=}, {mlp=}, {rotary=} and {experts=}"
         raise _error(left, f"{what}: {Report(left)}" if left else what)
     if wanted:
         warn_once(f"apply left to Transformers: {Report(wanted)}\nreport(model) lists what was patched and what not.")
@@ -119,6 +124,8 @@ def _patch(entry: Entry, model: nn.Module, options: head_patches.HeadOptions) ->
         module.__class__ = norm_patches.norm_class(type(module), norm_patches.formula_of(module))
     elif entry.kind == "mlp":
         module.__class__ = mlp_patches.mlp_class(type(module), mlp_patches.form_of(module))
+    elif entry.kind == "rotary":
+        module.__class__ = rotaries.attention_class(type(module), rotaries.form_of(module))
     elif entry.kind == "experts":
         patches = scaled_experts if scaled_experts.is_block(module) else experts_patches
         patches.patch(module, patches.form_of(module))

@@ -2,16 +2,16 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import nn
 
 from quackish.errors import describe
 from quackish.integrations.plain import why_weights_unsupported
-from quackish.integrations.transformers import experts, head, mlps, norms, scaled_experts
+from quackish.integrations.transformers import experts, head, mlps, norms, rotaries, scaled_experts
 from quackish.integrations.transformers.subclass import is_patched
 
-Kind = Literal["norm", "loss", "experts", "mlp"]
+Kind = Literal["norm", "loss", "experts", "mlp", "rotary"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Entry:
 
     @property
     def is_expected(self) -> bool:
-        """False for LayerNorms, which quackish has no function for, and for MLPs, which have many forms."""
+        """False for LayerNorms, which quackish has no function for, and for MLPs and rotations of other forms."""
         return self.kind in ("loss", "experts") or "RMSNorm" in type(self.module).__name__
 
 
@@ -57,7 +57,7 @@ class Report(list[Entry]):
 
 
 def report(model: nn.Module) -> Report:
-    """Lists the norms, losses, MLPs and experts of a model: patched ones, and the others with a reason. Print it.
+    """Lists the norms, losses, MLPs, experts and rotations of a model: patched, or with a reason. Print it.
 
     Works before `apply` too. Changes nothing. After FSDP shards the model, only patched modules are examined in full.
     """
@@ -114,8 +114,8 @@ def _why_loss(patched: nn.Module) -> str:
     return f"{head_name}: {why}" if why else ""
 
 
-def examine(model: nn.Module, kinds: Sequence[Kind] = ("norm", "loss", "experts", "mlp")) -> Iterator[Entry]:
-    """An entry for each norm, MLP and module of experts, and one for the loss."""
+def examine(model: nn.Module, kinds: Sequence[Kind] = get_args(Kind)) -> Iterator[Entry]:
+    """An entry for each norm, MLP, module of experts and attention with a rotation, and one for the loss."""
     for name, module in model.named_modules():
         done = is_patched(module)
         if "norm" in kinds and norms.is_norm(module):
@@ -127,6 +127,8 @@ def examine(model: nn.Module, kinds: Sequence[Kind] = ("norm", "loss", "experts"
         if "mlp" in kinds and mlps.is_mlp(module):
             reason = mlps.why_bypassed(module, type(module).mlp_form) if done else _why(mlps.form_of(module))
             yield Entry(name, module, "mlp", done, reason)
+        if "rotary" in kinds and rotaries.called_by(module):
+            yield Entry(name, module, "rotary", done, "" if done else _why(rotaries.form_of(module)))
     if "loss" in kinds:
         whole = head.base_model(model)
         name = next(name for name, module in model.named_modules() if module is whole)

@@ -3,11 +3,9 @@
 import torch
 from torch import Tensor
 
-from quackish.device.kernel_device import why_unsupported
-from quackish.device.modes import autocast_dtype, is_compiling
+from quackish.device.modes import is_compiling
 from quackish.ops.mlp.api import run_mlp
 from quackish.ops.mlp.checks import Inputs, check_biases, check_buffers, check_mlp
-from quackish.ops.mlp.problems import GEMM_SPEC
 from quackish.ops.operator import refuse_transforms
 from quackish.types import Activation, Backend
 
@@ -71,13 +69,6 @@ def mlp(
     if not is_compiling():
         check_buffers("mlp", inputs)
     return run_mlp(as_rows(inputs, b1, b3), dtype, activation, recompute, backend).view(x.shape)
-
-
-def has_kernel(x: Tensor, w2: Tensor) -> bool:
-    """Whether `mlp` runs kernels for x and weights of these sizes, in x's dtype or autocast's."""
-    dtype = autocast_dtype(x.device.type) or x.dtype
-    fits = dtype in (torch.bfloat16, torch.float16) and not any(size % 8 for size in w2.shape) and x.numel() > 0
-    return fits and not why_unsupported("mlp", GEMM_SPEC, x.device)
 
 
 def as_rows(inputs: Inputs, b1: Tensor | None, b3: Tensor | None) -> Inputs:
