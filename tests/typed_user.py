@@ -165,7 +165,7 @@ def dense(activation: Activation = "swiglu", backend: Backend = "auto") -> None:
 
     def rejected() -> None:
         quackish.mlp(x, w1, w2, activation="gelu")  # type: ignore[arg-type]
-        quackish.mlp(x, w1, w2, w3)  # type: ignore[misc]
+        quackish.mlp(x, w1, w2, w3)  # type: ignore[call-arg]
 
 
 def tools() -> None:

@@ -144,12 +144,14 @@ def _run_forward(who, *args):
     return forward(steps, inputs, activation, keep_preactivation)
 
 
-def _run_backward(who, dy, preactivation, *args, outs: tuple[Tensor | None, ...] = (), overwrite: bool = False):
+def _run_backward(
+    who, dy, preactivation, *args, outs: tuple[Tensor | None, ...] = (None,) * 3, overwrite: bool = False
+):
     """outs: the buffers, to which steps add the weights' gradients. overwrite: as in `gradients`.
 
     The operator has neither, because it is functional.
     """
-    inputs, (activation, *dtypes, backend) = Inputs(*args[:_NUM_SAVED], None, *outs), args[_NUM_SAVED:]
+    inputs, (activation, *dtypes, backend) = Inputs._make((*args[:_NUM_SAVED], None, *outs)), args[_NUM_SAVED:]
     check_memory(who, **{name: getattr(inputs, name) for name in inputs._fields[_NUM_SAVED:]})
     steps, for_steps = _for_steps(who, inputs, backend)
     if preactivation is not None:  # a hook on saved tensors may return other strides
