@@ -174,6 +174,7 @@ class Cta:
         self.all_threads = (1 << self.num_threads) - 1
         self.exited = 0
         self.registers = Registers(grid.program.register_counts, self.num_threads)
+        self.carry = np.zeros(self.num_threads, np.bool_)  # CC.CF of each thread
         self.num_warps = -(-self.num_threads // WARP)
         directives = grid.program.entry.directives
         self.register_pool = RegisterPool(self, registers_at_launch(directives, self.num_threads, grid.gpu))

@@ -661,6 +661,155 @@ def forms() -> list[isa.Form]:
     return [form for _, forms in sorted(isa.load().items()) for form in forms]
 
 
+# Values that `value_cases` does not know: three-way logic, carries, fp64 and fp8.
+
+
+def _column_case(form: isa.Form, body: str, inputs: list, outputs: list, suffix: str = "") -> Case:
+    return Case(case_name(form) + suffix, form.opcode, body, inputs, outputs, len(inputs[0][1]))
+
+
+def _of_32_bits(name: str, count: int) -> list[tuple[int, list[int]]]:
+    return [(32, column) for column in chosen(name, ["u32"] * count, 128)]
+
+
+def funnel_cases(form: isa.Form) -> Iterator[Case]:
+    _, direction, mode, _ = form.opcode.split(".")
+    inputs = _of_32_bits(form.opcode, 3)
+    results = []
+    for low, high, amount in zip(*(column for _, column in inputs), strict=True):
+        amount = amount % 32 if mode == "wrap" else min(amount, 32)
+        both = high << 32 | low
+        results.append((both >> amount if direction == "r" else both << amount >> 32) & ALL)
+    yield _column_case(form, f"{form.opcode} %out0, %in0, %in1, %in2;", inputs, [(32, results)])
+
+
+def lop3_cases(form: isa.Form) -> Iterator[Case]:
+    functions = {
+        0x96: lambda a, b, c: a ^ b ^ c,
+        0xCA: lambda a, b, c: (a & b) | (~a & c),  # selects
+        0xE8: lambda a, b, c: (a & b) | (a & c) | (b & c),
+        0x1A: lambda a, b, c: ((a & b) | c) ^ a,
+    }
+    for table, function in functions.items():
+        inputs = _of_32_bits(f"{form.opcode} {table}", 3)
+        results = [function(*row) & ALL for row in zip(*(column for _, column in inputs), strict=True)]
+        body = f"{form.opcode} %out0, %in0, %in1, %in2, {table};"
+        yield _column_case(form, body, inputs, [(32, results)], f" {table:#x}")
+
+
+def carry_cases(form: isa.Form) -> Iterator[Case]:
+    """A sum sets the carry before the instruction, and another one reads it after it."""
+    parts = form.opcode.split(".")
+    adds, sets = parts[0].endswith("c"), "cc" in parts
+    inputs = _of_32_bits(form.opcode, 2 + len(form.operands))
+    totals = []
+    for x, y, *values in zip(*(column for _, column in inputs), strict=True):
+        before = (x + y) >> 32
+        product = values[0] * values[1] if len(values) == 3 else 0
+        total = sum(values) if len(values) == 2 else (product >> 32 if "hi" in parts else product & ALL) + values[2]
+        total += before if adds else 0
+        totals.append((total & ALL, total >> 32 if sets else before))
+    operands = ", ".join(f"%in{2 + i}" for i in range(len(form.operands)))
+    body = f"add.cc.u32 %out0, %in0, %in1; {form.opcode} %out0, {operands}; addc.u32 %out1, 0, 0;"
+    yield _column_case(form, body, inputs, [(32, list(column)) for column in zip(*totals, strict=True)])
+
+
+def _f64_bits(value: float) -> int | None:
+    return None if math.isnan(value) else int(np.float64(value).view(np.uint64))
+
+
+def f64_cases(form: isa.Form) -> Iterator[Case]:
+    """Numbers in fp64. What a NaN's bits are is left open."""
+    parts, random = form.opcode.split("."), random_of(form.opcode)
+    columns = [[*FLOATS[:11], *random.normal(size=32 - 11).tolist()] for _ in form.operands]
+    for column in columns[1:]:
+        random.shuffle(column)
+    if parts[0] == "cvt" and parts[-1] == "f32":
+        bits = [float_bits(value) for value in columns[0]]
+        yield _column_case(
+            form, f"{form.opcode} %out0, %in0;", [(32, bits)], [(64, [_f64_bits(float_of(x)) for x in bits])]
+        )
+    elif parts[0] == "cvt" and parts[-1] == "f64":
+        values = [value * (1 + 2.0**-30) for value in columns[0]]
+        inputs = [(64, [int(np.float64(value).view(np.uint64)) for value in values])]
+        results = [None if math.isnan(value) else float_bits(float(np.float32(value))) for value in values]
+        yield _column_case(form, f"{form.opcode} %out0, %in0;", inputs, [(32, results)])
+    elif parts[0] == "cvt":
+        bits, value_of = _typed(parts[-1])
+        numbers = pool(parts[-1])
+        results = [_f64_bits(float(value_of(number))) for number in numbers]
+        yield _column_case(form, f"{form.opcode} %out0, %in0;", [(bits, numbers)], [(64, results)])
+    else:
+        inputs = [(64, [int(np.float64(value).view(np.uint64)) for value in column]) for column in columns]
+        with np.errstate(all="ignore"):
+            function = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide}[parts[0]]
+            results = [_f64_bits(float(function(np.float64(a), np.float64(b)))) for a, b in zip(*columns, strict=True)]
+        yield _column_case(form, f"{form.opcode} %out0, %in0, %in1;", inputs, [(64, results)])
+
+
+def saturating_cases(form: isa.Form) -> Iterator[Case]:
+    values = [*FLOATS, *FLOATS[: 64 - len(FLOATS)]]
+    results = [bits_of(0.0 if math.isnan(x) or x <= 0 else min(x, 1.0)) for x in values]
+    inputs = [(32, [float_bits(value) for value in values])]
+    yield _column_case(form, f"{form.opcode} %out0, %in0;", inputs, [(32, results)])
+
+
+def _fp8_value(bits: int, exponent_bits: int) -> float:
+    mantissa_bits, bias = 7 - exponent_bits, 2 ** (exponent_bits - 1) - 1
+    exponent, mantissa = (bits & 127) >> mantissa_bits, bits & ((1 << mantissa_bits) - 1)
+    if exponent == 0:
+        size = math.ldexp(mantissa, 1 - bias - mantissa_bits)
+    else:
+        size = math.ldexp((1 << mantissa_bits) + mantissa, exponent - bias - mantissa_bits)
+    if exponent_bits == 5 and exponent == 31:
+        size = NAN if mantissa else INF
+    if exponent_bits == 4 and bits & 127 == 127:
+        size = NAN
+    return math.copysign(size, -1 if bits >> 7 else 1)
+
+
+def _fp8_bits(value: float, exponent_bits: int) -> int:
+    """The nearest finite number, in a tie the even one."""
+    if math.isnan(value):
+        return 0x7F
+    finite = [bits for bits in range(128) if math.isfinite(_fp8_value(bits, exponent_bits))]
+    distance = {bits: abs(min(abs(value), 1e9) - _fp8_value(bits, exponent_bits)) for bits in finite}
+    nearest = min(finite, key=lambda bits: (distance[bits], bits % 2))
+    return nearest | (128 if math.copysign(1, value) < 0 else 0)
+
+
+def fp8_cases(form: isa.Form) -> Iterator[Case]:
+    name = form.opcode
+    exponent_bits = 4 if "e4m3" in name else 5
+    if name.endswith(("m3x2", "m2x2")):  # from fp8, all of its numbers
+        pairs = [low | (low + 37) % 256 << 8 for low in range(256)]
+        numbers = [[_fp8_value(pair >> bit & 255, exponent_bits) for bit in (0, 8)] for pair in pairs]
+        results = [sixteen_bits(F16, low) | sixteen_bits(F16, high) << 16 for low, high in numbers]
+        yield _column_case(form, f"{name} %out0, %in0;", [(16, pairs)], [(32, results)])
+        return
+    # ties between neighbors, what is out of range, and random numbers
+    ties = [
+        (_fp8_value(bits, exponent_bits) + _fp8_value(bits + 1, exponent_bits)) / 2
+        for bits in (0, 1, 7, 8, 50, 51, 119)
+    ]
+    values = [*ties, *FLOATS, 447.0, 449.0, 464.0, 480.0, 57343.0, 61440.0, *random_of(name).normal(size=75).tolist()][
+        :128
+    ]
+    values += [0.0] * (128 - len(values))
+    if name.endswith("f16x2"):
+        halves = [sixteen_bits(F16, value) for value in values]
+        bits = [_fp8_bits(sixteen_value(F16, half), exponent_bits) for half in halves]
+        inputs = [(32, [low | high << 16 for low, high in zip(halves, halves[1:] + halves[:1], strict=True)])]
+        body = f"{name} %out0, %in0;"
+    else:
+        singles = [float_bits(value) for value in values]
+        bits = [_fp8_bits(float_of(single), exponent_bits) for single in singles]
+        inputs = [(32, singles[1:] + singles[:1]), (32, singles)]
+        body = f"{name} %out0, %in0, %in1;"
+    results = [low | high << 8 for low, high in zip(bits, bits[1:] + bits[:1], strict=True)]
+    yield _column_case(form, body, inputs, [(16, results)])
+
+
 # Loads and stores. Scratch has the data; shared memory gets a copy of it.
 
 TO_SHARED = """.reg .b64 %c0, %c1;
@@ -1365,6 +1514,12 @@ def tcgen05_cases(form: isa.Form) -> Iterator[Case]:
 
 FAMILIES: list[tuple[str, Callable[[isa.Form], Iterator[Case]]]] = [
     (r"cvta\.(global|shared|to)|mapa\.", address_cases),
+    (r"shf\.", funnel_cases),
+    (r"lop3\.", lop3_cases),
+    (r"(add|mad)c?(\..*)?\.cc\.|(add|mad)c\.", carry_cases),
+    (r"(add|sub|mul|div)\..*f64$|cvt\..*f64", f64_cases),
+    (r"cvt\.sat\.f32", saturating_cases),
+    (r"cvt\..*(e4m3|e5m2)", fp8_cases),
     (r"ld\.", load_cases),
     (r"st\.async", async_store_cases),
     (r"st\.", store_cases),
