@@ -216,6 +216,11 @@ class SharedMemory:
         self.races.write(offsets, width * len(values))
         self.put(offsets, values)
 
+    def check_atomic(self, offsets: np.ndarray, width: int) -> None:
+        """Checks atomic operations on words, and tells `races` of them."""
+        self._indices(offsets, width, 1)
+        self.races.change(offsets, width)
+
     def put(self, offsets: np.ndarray, values: list[np.ndarray]) -> None:
         """Stores as `store` does, without telling `races`, which knows of it already."""
         width = values[0].dtype.itemsize

@@ -886,6 +886,28 @@ def store_cases(form: isa.Form) -> Iterator[Case]:
         yield Case(name, form.opcode, body, inputs, [(64, after[::2]), (64, after[1::2])], threads, scratch=words)
 
 
+def wide_access_cases(form: isa.Form) -> Iterator[Case]:
+    """256 bits: each even thread accesses its scratch and that of the next thread."""
+    type_, count = _element(form.opcode)
+    bits, name, loads = int(type_[1:]), case_name(form), form.opcode.startswith("ld")
+    words = random_words(name, 64)
+    names = [f"%{'out' if loads else 'in'}{i}" for i in range(count)]
+    vector = f"{{{', '.join(names)}}}"
+    odd = ".reg .b32 %odd; .reg .pred %p; and.b32 %odd, %t, 1; setp.eq.u32 %p, %odd, 0;\n"
+    if loads:
+        data = np.array(words, np.uint64).view(f"u{bits // 8}").reshape(16, count)
+        columns = [[int(data[t // 2, i]) if t % 2 == 0 else 0 for t in range(32)] for i in range(count)]
+        zeros = "".join(f"mov.b{bits} {register}, 0; " for register in names)
+        body = f"{odd}{zeros}@%p {form.opcode} {vector}, [%g];"
+        yield Case(name, form.opcode, body, [], [(bits, column) for column in columns], scratch=words)
+    else:
+        stored = np.array(random_words(f"{name} values", 64), np.uint64).view(f"u{bits // 8}").reshape(16, count)
+        inputs: list = [(bits, [int(stored[t // 2, i]) for t in range(32)]) for i in range(count)]
+        after = words_of(stored.tobytes())
+        body = f"{odd}@%p {form.opcode} [%g], {vector}; bar.warp.sync -1;\n{FROM_GLOBAL}"
+        yield Case(name, form.opcode, body, inputs, [(64, after[::2]), (64, after[1::2])], scratch=words)
+
+
 def _float_add(a: int, b: int) -> int:
     """ "atom.add.f32 on global memory flushes subnormal inputs and results to sign-preserving zero" """
     return bits_of(exact.flushed(exact.add(exact.flushed(float_of(a)), exact.flushed(float_of(b)))))
@@ -916,11 +938,15 @@ def atomic_cases(form: isa.Form) -> Iterator[Case]:
         new = [b if current == a else current for current, a, b in zip(old, *operands, strict=True)]
     else:
         meaning = _atomic_meaning(operation, type_)
+        if type_ == "f32" and ".shared" in form.opcode:  # "supports subnormal numbers"
+            meaning = lambda old, value: bits_of(exact.add(float_of(old), float_of(value)))  # noqa: E731
         new = [meaning(current, value) for current, value in zip(old, operands[0], strict=True)]
     scratch = [word for value in old for word in (value, 0)]
     ins = ", ".join(f"%in{i}" for i in range(len(operands)))
     returns = parts[0] == "atom"
     body = f"{form.opcode} {'%out1, ' if returns else ''}[%g], {ins};\nld.global.b{bits} %out0, [%g];"
+    if ".shared" in form.opcode:
+        body = TO_SHARED + body.replace("%g", "%s").replace("ld.global", "ld.shared")
     outputs: list = [(bits, new), *([(bits, old)] if returns else [])]
     yield Case(name, form.opcode, body, [(bits, column) for column in operands], outputs, threads, scratch=scratch)
 
@@ -976,11 +1002,33 @@ def redux_cases(form: isa.Form) -> Iterator[Case]:
         )
 
 
+def float_redux_cases(form: isa.Form) -> Iterator[Case]:
+    parts, name = form.opcode.split("."), case_name(form)
+    choose, nan = {"min": min, "max": max}[parts[2]], "NaN" in parts
+    for label, values in (
+        ("numbers", random_of(name).normal(size=32).tolist()),
+        ("NaN", FLOATS[:32]),
+        ("all NaN", [NAN] * 32),
+    ):
+        bits = [float_bits(value) for value in values]
+        for members in (ALL, 0x0000FFF0):
+            inside = [members >> lane & 1 for lane in range(32)]
+            sizes = [abs(value) if "abs" in parts else value for value in values]
+            chosen_ones = [size for size, is_in in zip(sizes, inside, strict=True) if is_in]
+            result = bits_of(functools.reduce(lambda a, b: _minimum(a, b, choose, nan), chosen_ones))
+            body = ".reg .pred %p; mov.b32 %out0, 0; setp.eq.u32 %p, %in1, 0;\n"
+            body += f"@%p bra SKIP; {form.opcode} %out0, %in0, {members}; SKIP:"
+            expected = [result if is_in else 0 for is_in in inside]
+            yield Case(f"{name} {label} {members:#x}", form.opcode, body, [(32, bits), (32, inside)], [(32, expected)])
+
+
 def vote_cases(form: isa.Form) -> Iterator[Case]:
     mode = form.opcode.split(".")[2]
     for label, votes in (("none", [0] * 32), ("some", random_of(mode).integers(0, 2, 32).tolist()), ("all", [1] * 32)):
         ballot = sum(vote << lane for lane, vote in enumerate(votes))
-        result = {"ballot": ballot, "any": int(any(votes)), "all": int(all(votes))}[mode]
+        result = {"ballot": ballot, "any": int(any(votes)), "all": int(all(votes)), "uni": int(len({*votes}) == 1)}[
+            mode
+        ]
         bits = 32 if mode == "ballot" else 1
         body = f"{form.opcode} %out0, %in0, -1;"
         yield Case(f"{case_name(form)} {label}", form.opcode, body, [(1, votes)], [(bits, [result] * 32)])
@@ -1057,6 +1105,14 @@ ld.shared.b32 %out0, [%other];"""
         yield exchange_case(form, f"{fence}{opcode}; barrier.cluster.wait;")
     elif ".cluster.wait" in opcode:
         yield exchange_case(form, f"barrier.cluster.arrive; {opcode};")
+    elif ".red." in opcode:  # of both warps' predicates
+        operation = "popc" if ".popc." in opcode else "and" if ".and." in opcode else "or"
+        count = ", 64" if len(form.operands) == 3 else ""
+        for label, votes in (("none", [0] * 64), ("one", [int(t == 40) for t in range(64)]), ("all", [1] * 64)):
+            result = {"popc": sum(votes), "and": int(all(votes)), "or": int(any(votes))}[operation]
+            body = f"{opcode} %out0, 3{count}, %in0;"
+            outputs: list = [(32 if operation == "popc" else 1, [result] * 64)]
+            yield Case(f"{case_name(form)} {label}", opcode, body, [(1, votes)], outputs, 64)
     elif ".arrive" in opcode:
         sync = opcode.replace("arrive", "sync")
         yield exchange_case(form, f"@%p {opcode} 1, 64;\n@!%p {sync} 1, 64;", one_way=True)
@@ -1520,11 +1576,13 @@ FAMILIES: list[tuple[str, Callable[[isa.Form], Iterator[Case]]]] = [
     (r"(add|sub|mul|div)\..*f64$|cvt\..*f64", f64_cases),
     (r"cvt\.sat\.f32", saturating_cases),
     (r"cvt\..*(e4m3|e5m2)", fp8_cases),
+    (r"(ld|st)\..*(v8|v4\.[bu]64)", wide_access_cases),
     (r"ld\.", load_cases),
     (r"st\.async", async_store_cases),
     (r"st\.", store_cases),
     (r"(atom|red)\.", atomic_cases),
     (r"shfl\.", shuffle_cases),
+    (r"redux\..*f32", float_redux_cases),
     (r"redux\.", redux_cases),
     (r"vote\.", vote_cases),
     (r"elect\.", elect_cases),
@@ -1545,7 +1603,7 @@ FAMILIES: list[tuple[str, Callable[[isa.Form], Iterator[Case]]]] = [
 ]
 
 SM_100 = re.compile(
-    r"(add|sub|mul|fma)\..*(f32x2|f32\.bf16|f32\.f16)$|tcgen05\.|clusterlaunchcontrol\.|cp\..*\.cta_group"
+    r"(add|sub|mul|fma)\..*(f32x2|f32\.bf16|f32\.f16)$|tcgen05\.|clusterlaunchcontrol\.|cp\..*\.cta_group|redux\..*f32|(ld|st)\..*(v8|v4\.[bu]64)"
 )
 # Some forms differ in nothing but a shape, a number of registers or a hint. These are enough for every run.
 MANY = re.compile(r"wgmma\.mma_async|tcgen05\.(ld|st|mma)\.")

@@ -67,6 +67,30 @@ def test_a_relaxed_arrival_orders_nothing():
         run(body.format("fence.mbarrier_init.release.cluster;" + relaxed))
 
 
+def test_a_relaxed_mbarrier_orders_behind_fences():
+    """The second warp reads what the first one has written before a relaxed arrival."""
+    begin = "@%first mbarrier.init.shared.b64 [%s+1024], 32; bar.sync 0; setp.lt.u32 %p, %t, 32;"
+    body = f"""{begin} @!%p bra WAIT; st.shared.u32 [%a], %t; {{}}
+.reg .b64 %state; mbarrier.arrive.relaxed.cta.shared.b64 %state, [%s+1024]; bra END;
+WAIT: mbarrier.try_wait.parity.relaxed.cta.shared.b64 %p, [%s+1024], 0; @!%p bra WAIT;
+{{}} ld.shared.u32 %v, [%a+-128]; END:"""
+    release, acquire = (
+        "fence.release.sync_restrict::shared::cta.cluster;",
+        "fence.acquire.sync_restrict::shared::cluster.cluster;",
+    )
+    race = "race: thread \\d+ reads shared memory"
+    check(body.format(release, acquire), body.format(release, ""), race)
+    check(body.format(release, acquire), body.format("", acquire), race)
+
+
+def test_atomic_operations_of_two_warps():
+    """They need no order among themselves, but what is not atomic does."""
+    begin = "@%first st.shared.u32 [%s], 0; bar.sync 0; atom.shared.add.u32 %v, [%s], 1;"
+    race = "race: thread \\d+ (reads|writes|changes) shared memory"
+    check(f"{begin} bar.sync 0; ld.shared.u32 %v, [%s];", f"{begin} ld.shared.u32 %v, [%s];", race)
+    check(begin, begin.replace("bar.sync 0;", ""), race)
+
+
 def test_memory_written_again_before_others_have_read():
     body = "st.shared.u32 [%a], %t; bar.sync 0; ld.shared.u32 %v, [%s]; {} @%first st.shared.u32 [%s], 7;"
     check(body.format("bar.sync 0;"), body.format(""), "race: ")

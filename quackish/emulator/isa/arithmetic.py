@@ -133,9 +133,8 @@ def _declare_carry(operation, part, count, total_of):
         (f"{operation}c{part}", True, False),
         (f"{operation}c{part}.cc", True, True),
     ):
-        types = "u32" if part == ".hi" else "{u32,s32}"  # the low half has no sign
 
-        @action(f"{opcode}.{types}", f"u32 = {', '.join(['u32'] * count)}")
+        @action(f"{opcode}.u32", f"u32 = {', '.join(['u32'] * count)}")
         def with_carry(lanes, *values, adds=adds, sets=sets):
             total = total_of(*(value.astype(np.uint64) for value in values))
             if adds:
