@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from quackish.emulator.memory import POISON, SharedMemory
+from quackish.emulator.memory import POISON, LocalMemory, SharedMemory
 from quackish.emulator.races import SharedRaces
 from quackish.emulator.register_pool import RegisterPool, registers_at_launch
 from quackish.emulator.tensor_races import TensorRaces
@@ -179,6 +179,7 @@ class Cta:
         directives = grid.program.entry.directives
         self.register_pool = RegisterPool(self, registers_at_launch(directives, self.num_threads, grid.gpu))
         self.shared = SharedMemory(grid.shared_bytes)
+        self.local = LocalMemory(self.num_threads, grid.program.local_bytes)
         self.shared.races = SharedRaces(grid.races, self)
         self.tensor_races = TensorRaces(grid.races, self)
         self.wgmma_registers = WgmmaRegisters(self.num_warps)

@@ -47,6 +47,7 @@ class Case:
     shared_bytes: int = 4096
     tensor_map: bytes | None = None  # for ENTRY_data; its address is an offset of global scratch
     ctas: int = 1
+    declarations: str = ""  # in front of the entry
 
     @property
     def words(self) -> np.ndarray:
@@ -126,7 +127,7 @@ class Case:
                 lines += [f"selp.b32 %flag, 1, 0, %out{i};", f"st.global.b32 {place}, %flag;"]
             else:
                 lines.append(f"st.global.b{bits} {place}, %out{i};")
-        return "\n".join([*lines, "ret;", "}", ""]).replace("ENTRY", entry)
+        return self.declarations + "\n".join([*lines, "ret;", "}", ""]).replace("ENTRY", entry)
 
 
 def module(cases_by_entry: dict[str, Case]) -> str:
@@ -908,6 +909,49 @@ def wide_access_cases(form: isa.Form) -> Iterator[Case]:
         yield Case(name, form.opcode, body, inputs, [(64, after[::2]), (64, after[1::2])], scratch=words)
 
 
+def local_cases(form: isa.Form) -> Iterator[Case]:
+    """Each thread stores in an array of its own, at an index that differs between threads, and loads from it."""
+    type_, count = _element(form.opcode)
+    size, bits = int(type_[1:]) // 8, max(int(type_[1:]), 16)
+    inputs: list = [
+        (bits, [word % (1 << 8 * size) for word in random_words(f"{case_name(form)} {i}", 32)]) for i in range(count)
+    ]
+    vector, ins, outs = (
+        "" if count == 1 else f".v{count}",
+        *(", ".join(f"%{kind}{i}" for i in range(count)) for kind in ("in", "out")),
+    )
+    if count > 1:
+        ins, outs = f"{{{ins}}}", f"{{{outs}}}"
+    place = ".local .align 16 .b8 ENTRY_array[512]; .reg .b64 %array, %index; mov.b64 %array, ENTRY_array;\n"
+    place += "mul.wide.u32 %index, %t, 16; add.u64 %array, %array, %index;\n"
+    body = f"st.local{vector}.{type_} [%array], {ins}; ld.local{vector}.{type_} {outs}, [%array];"
+    name = case_name(form)
+    if form.opcode.startswith("st.param"):  # of a call that needs an argument of each width
+        yield call_case(form, type_, inputs[0][1])
+    elif form.opcode.startswith("cvta"):
+        body = f"{form.opcode} %index, %array; sub.u64 %index, %index, %array; setp.ne.u64 %out0, %index, 0;"
+        yield Case(name, form.opcode, f"{place}{body}", [], [(1, [1] * 32)])
+    else:
+        yield Case(name, form.opcode, f"{place}{body}", inputs, inputs)
+
+
+def call_case(form: isa.Form, type_: str, values: list[int]) -> Case:
+    """A call of vprintf that prints nothing: its text is empty."""
+    body = f"""{{ .param .b64 text; .param .b64 arguments; .param .b32 result; .param .{type_} other;
+.reg .b64 %text; mov.b64 %text, nothing; cvta.global.u64 %text, %text;
+st.param.{type_} [other], %in0; st.param.b64 [text], %text; st.param.b64 [arguments], 0;
+call.uni (result), vprintf, (text, arguments); }} mov.b{max(int(type_[1:]), 16)} %out0, %in0;"""
+    column = [(max(int(type_[1:]), 16), values)]
+    declarations = """.extern .func (.param .b32 result) vprintf (.param .b64 text, .param .b64 arguments);
+.global .align 1 .b8 nothing[1] = {0};
+"""
+    return Case(case_name(form), form.opcode, body, column, column, declarations=declarations)
+
+
+def call_cases(form: isa.Form) -> Iterator[Case]:
+    yield call_case(form, "b32", list(range(32)))
+
+
 def _float_add(a: int, b: int) -> int:
     """ "atom.add.f32 on global memory flushes subnormal inputs and results to sign-preserving zero" """
     return bits_of(exact.flushed(exact.add(exact.flushed(float_of(a)), exact.flushed(float_of(b)))))
@@ -1576,6 +1620,8 @@ FAMILIES: list[tuple[str, Callable[[isa.Form], Iterator[Case]]]] = [
     (r"(add|sub|mul|div)\..*f64$|cvt\..*f64", f64_cases),
     (r"cvt\.sat\.f32", saturating_cases),
     (r"cvt\..*(e4m3|e5m2)", fp8_cases),
+    (r"(ld|st)\.local|st\.param|cvta\.local", local_cases),
+    (r"call\.", call_cases),
     (r"(ld|st)\..*(v8|v4\.[bu]64)", wide_access_cases),
     (r"ld\.", load_cases),
     (r"st\.async", async_store_cases),

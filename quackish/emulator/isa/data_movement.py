@@ -4,7 +4,7 @@ import numpy as np
 
 from quackish.emulator.errors import Fault
 from quackish.emulator.isa import action, instruction
-from quackish.emulator.memory import OFFSET_MASK, PARAMETER_WINDOW, RANK_SHIFT, SHARED_WINDOW
+from quackish.emulator.memory import LOCAL_WINDOW, OFFSET_MASK, PARAMETER_WINDOW, RANK_SHIFT, SHARED_WINDOW
 from quackish.emulator.threads import U128
 
 # mov
@@ -76,6 +76,11 @@ def generic_to_shared(a):
 @instruction("cvta.param.u64", "u64 = u64")
 def parameter_to_generic(a):
     return a + np.uint64(PARAMETER_WINDOW)
+
+
+@instruction("cvta.local.u64", "u64 = u64")
+def local_to_generic(a):
+    return a + np.uint64(LOCAL_WINDOW)
 
 
 @instruction("cvta{,.to}.global.u64", "u64 = u64")
@@ -247,6 +252,34 @@ for _type in _TYPES:
         if _width(_type) * _count <= 16:
             _declare_loads(_type, _count)
             _declare_stores(_type, _count)
+
+
+# The memory of a thread alone: arrays of registers with an index that is not constant. st.param gives a call its
+# parameters.
+
+
+def _declare_local(type_, count):
+    vector, value = ("", f"~{type_}") if count == 1 else (f".v{count}", f"{{~{type_}*{count}}}")
+    dtype = _dtype(type_)
+
+    @action(f"ld.local{vector}.{type_}", f"{value} = [u64]")
+    def load(lanes, addresses):
+        values = lanes.cta.local.load(lanes.threads, addresses, dtype.itemsize * count).view(dtype)
+        return values[:, 0] if count == 1 else values.T
+
+    @action(f"st.local{vector}.{type_}", f"[u64], {value}")
+    def store(lanes, addresses, values):
+        words = np.stack([value.astype(dtype) for value in ([values] if count == 1 else values)], axis=1)
+        lanes.cta.local.store(lanes.threads, addresses, words.view(np.uint8))
+
+    if count == 1:
+        action(f"st.param.{type_}", f"[u64], {value}")(store)
+
+
+for _type in ("b8", "b16", "b32", "b64"):
+    for _count in (1, 2, 4):
+        if _width(_type) * _count <= 16:
+            _declare_local(_type, _count)
 
 
 # 256 bits (sm_100)
