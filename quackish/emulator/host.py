@@ -31,6 +31,7 @@ _WITHOUT_EFFECT_HERE = {
     0,  # ignore
     5,  # cluster scheduling policy
     8,  # priority
+    11,  # preferred cluster dimension: a GPU may use it, or the cluster dimension
     14,  # preferred shared memory carveout
 }
 

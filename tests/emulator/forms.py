@@ -769,13 +769,19 @@ def _fp8_value(bits: int, exponent_bits: int) -> float:
     return math.copysign(size, -1 if bits >> 7 else 1)
 
 
+@functools.cache
+def _fp8_numbers(exponent_bits: int) -> dict[int, float]:
+    """The finite numbers that are not negative, by their bits."""
+    numbers = {bits: _fp8_value(bits, exponent_bits) for bits in range(128)}
+    return {bits: number for bits, number in numbers.items() if math.isfinite(number)}
+
+
 def _fp8_bits(value: float, exponent_bits: int) -> int:
     """The nearest finite number, in a tie the even one."""
     if math.isnan(value):
         return 0x7F
-    finite = [bits for bits in range(128) if math.isfinite(_fp8_value(bits, exponent_bits))]
-    distance = {bits: abs(min(abs(value), 1e9) - _fp8_value(bits, exponent_bits)) for bits in finite}
-    nearest = min(finite, key=lambda bits: (distance[bits], bits % 2))
+    numbers = _fp8_numbers(exponent_bits)
+    nearest = min(numbers, key=lambda bits: (abs(min(abs(value), 1e9) - numbers[bits]), bits % 2))
     return nearest | (128 if math.copysign(1, value) < 0 else 0)
 
 
@@ -1272,6 +1278,41 @@ def bulk_cases(form: isa.Form) -> Iterator[Case]:
     yield one_thread_case(form, body, [(64, after[0]), (64, after[1])], scratch=words)
 
 
+def prefetch_cases(form: isa.Form) -> Iterator[Case]:
+    policy = ", %policy" if "L2::cache_hint" in form.opcode else ""
+    if ".tensor" in form.opcode:
+        rank = int(re.search(r"\.([1-5])d\.", form.opcode)[1])
+        operands = f"[%map, {{{', '.join(['0'] * rank)}}}]{policy}"
+        head, tensor_map = f".reg .b64 %map; {MAP}", _tensor_map(rank)
+    else:
+        head, operands, tensor_map = "", f"[%scratch], 16{policy}", None
+    body = f"{head} {form.opcode} {operands}; mov.b32 %out0, 1;"
+    yield one_thread_case(form, body, [(32, 1)], scratch=[0] * (64 + TENSOR_WORDS), tensor_map=tensor_map)
+
+
+def copy_between_ctas_cases(form: isa.Form) -> Iterator[Case]:
+    """Two CTAs copy 16 bytes to each other."""
+    words = random_words(form.opcode, 4)
+    body = f""".reg .pred %p, %q; .reg .b32 %i, %bar, %to, %other, %far, %far_bar; .reg .b64 %state, %x, %y;
+mov.b32 %bar, %base; add.u32 %to, %base, 64; mov.u32 %i, %tid.x; setp.ne.u32 %p, %i, 0;
+mov.u32 %other, %cluster_ctarank; setp.eq.u32 %q, %other, 0; xor.b32 %other, %other, 1;
+selp.b64 %x, {words[0]}, {words[2]}, %q; selp.b64 %y, {words[1]}, {words[3]}, %q;
+@%p bra READY;
+st.shared.b64 [%base+32], %x; st.shared.b64 [%base+40], %y; {FENCE}
+{INIT.format(1)} mbarrier.arrive.expect_tx.shared.b64 %state, [%bar], 16;
+READY:
+{CLUSTER_BARRIER}
+@%p bra SKIP;
+mapa.shared::cluster.u32 %far, %to, %other; mapa.shared::cluster.u32 %far_bar, %bar, %other; add.u32 %i, %base, 32;
+{form.opcode} [%far], [%i], 16, [%far_bar];
+{_wait(0)}
+SKIP:
+{CLUSTER_BARRIER}
+ld.shared.b64 %out0, [%to]; ld.shared.b64 %out1, [%to+8];"""
+    outputs: list = [(64, [words[2 + i]] * 32 + [words[i]] * 32) for i in range(2)]
+    yield Case(case_name(form), form.opcode, body, [], outputs, threads=64, ctas=2)
+
+
 def thread_copy_cases(form: isa.Form) -> Iterator[Case]:
     """cp.async: each thread copies from its scratch to its shared memory."""
     opcode, operands = form.opcode, [operand.strip() for operand in form.operands]
@@ -1500,10 +1541,17 @@ def wgmma_cases(form: isa.Form) -> Iterator[Case]:
     from_registers = form.operands[1].strip().startswith("&")
     random = random_of(form.opcode)
     a, b = (random.integers(-8, 9, (rows, k)).astype(np.float32) for rows in (64, n))
-    encode = {"bf16": lambda x: (x.view(np.uint32) >> 16).astype(np.uint16), "f16": np.float16, "tf32": np.float32}[
-        element
-    ]
-    data = _shared_layout(encode(a), 1) + _shared_layout(encode(b), 1)
+    encoders = {
+        "bf16": lambda x: (x.view(np.uint32) >> 16).astype(np.uint16),
+        "f16": np.float16,
+        "tf32": np.float32,
+        "e4m3": lambda x: np.vectorize(lambda value: _fp8_bits(value, 4))(x).astype(np.uint8),
+        "e5m2": lambda x: np.vectorize(lambda value: _fp8_bits(value, 5))(x).astype(np.uint8),
+    }
+    encode = encoders[form.opcode.split(".")[-2]]
+    if element in ("e4m3", "e5m2"):  # e5m2 lacks odd numbers from 9 on
+        a, b = (x % 4 - 2 for x in (a, b))
+    data = _shared_layout(encode(a), 1) + _shared_layout(encoders[element](b), 1)
     data += bytes(-len(data) % (8 * 128))
     copies = len(data) // (8 * 128)
     d = 2 * a @ b.T
@@ -1525,7 +1573,7 @@ def wgmma_cases(form: isa.Form) -> Iterator[Case]:
     registers = ", ".join(f"%out{i}" for i in range(n // 2))
     zeros = "".join(f"mov.b32 %out{i}, 0x7fc00000;\n" for i in range(n // 2))
     operand_a = "{%in0, %in1, %in2, %in3}" if from_registers else "%da"
-    transposes = "" if element == "tf32" else ", 0" if from_registers else ", 0, 0"
+    transposes = "" if element not in ("bf16", "f16") else ", 0" if from_registers else ", 0, 0"
     issue = f"{form.opcode} {{{registers}}}, {operand_a}, %db"
     body = f""".reg .b64 %from, %c, %da, %db, %wide; .reg .b32 %into, %first; .reg .pred %no, %yes;
 mad.wide.u32 %from, %t, 8, %scratch; mad.lo.u32 %into, %t, 8, %base;
@@ -1635,6 +1683,8 @@ FAMILIES: list[tuple[str, Callable[[isa.Form], Iterator[Case]]]] = [
     (r"(ld|st)matrix\.", matrix_cases),
     (r"bar(rier)?\.", barrier_cases),
     (r"mbarrier\.", mbarrier_cases),
+    (r"cp\.async\.bulk\.prefetch", prefetch_cases),
+    (r"cp\.async\.bulk\.shared::cluster\.shared", copy_between_ctas_cases),
     (r"cp\.(reduce\.)?async\.bulk\.tensor\.", tensor_cases),
     (r"prefetch.*\.tensormap", tensor_prefetch_cases),
     (r"cvta\.param", tensor_prefetch_cases),
@@ -1654,7 +1704,7 @@ SM_100 = re.compile(
 # Some forms differ in nothing but a shape, a number of registers or a hint. These are enough for every run.
 MANY = re.compile(r"wgmma\.mma_async|tcgen05\.(ld|st|mma)\.")
 ENOUGH = re.compile(
-    r"wgmma\..*m64n(8|24|64|128|192|256)k|tcgen05\.(ld|st)\..*\.x(2|16)\.|tcgen05\.mma\..*(kind::\w+|f16.*lastuse)$"
+    r"wgmma\..*m64n(8|24|64|128|192|256)k(8|16)\.|wgmma\..*m64n(64|256)k32|tcgen05\.(ld|st)\..*\.x(2|16)\.|tcgen05\.mma\..*(kind::\w+|f16.*lastuse)$"
 )
 
 
