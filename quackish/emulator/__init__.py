@@ -154,6 +154,8 @@ def run(program: decode.Program, launch: Any, parameters: bytes, gpu: Any, name:
 def _ended(name: str, grid: Grid) -> Ended:
     """What later launches need to know about this one, for `dependent_launches`."""
     races = grid.memory.races
+    for earlier in races.dependent.running:
+        earlier.running.clear()  # this launch's list has them; a chain would keep all launches
     ended = Ended(
         name,
         races.events,

@@ -1,6 +1,7 @@
 """Compiling with CuTe DSL for a GPU that this machine need not have."""
 
 import contextlib
+import contextvars
 import functools
 import tempfile
 import threading
@@ -10,6 +11,7 @@ from unittest import mock
 
 from quackish.emulator import arguments, host
 
+_is_compiling = contextvars.ContextVar("is_compiling", default=False)
 _lock = threading.RLock()  # the compiler is not thread-safe
 
 
@@ -31,8 +33,12 @@ def compile(
     # The DSL asks this method for the function that its callable calls, after it has handled keywords and defaults.
     base, method = tvm_ffi_provider.TVMFFIJitCompiledFunctionBase, "_create_tvm_ffi_function"
     with _lock, answers(gpu), _options(gpu), mock.patch.object(base, method, create):
-        # no_jit_engine: the DSL need not link the host code, which `host.load` does
-        compiled = compiler(function, *args, **kwargs, no_jit_engine=True)
+        token = _is_compiling.set(True)
+        try:
+            # no_jit_engine: the DSL need not link the host code, which `host.load` does
+            compiled = compiler(function, *args, **kwargs, no_jit_engine=True)
+        finally:
+            _is_compiling.reset(token)
     exported, host_code = results[-1]
     host_code.entry = compiled
     return exported, host_code
@@ -49,6 +55,8 @@ def replace_compile(compile_for_gpu: Callable) -> Iterator[None]:
     original = CompileCallable._compile
 
     def replacement(self: Any, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        if _is_compiling.get():  # `compile`, which calls cute.compile
+            return original(self, function, *args, **kwargs)
         return compile_for_gpu(functools.partial(original, self), function, args, kwargs)
 
     with mock.patch.object(CompileCallable, "_compile", replacement):

@@ -162,6 +162,14 @@ def test_a_library_in_the_block():
     assert before == (torch.cuda.is_available(), torch.cuda.get_device_properties, torch.Tensor.is_cuda, cute.compile)
 
 
+def test_compile_in_the_block():
+    x, y = tensors()
+    with emulator.replace_cuda("b200"), emulator.record() as report:
+        emulator.compile(jit_functions.scale, *fake(), ONE, ENV_STREAM, gpu="h100")(x, y, 2.0)
+        assert is_scaled(x, y, 2)
+    assert len(report.launches) == 1
+
+
 # The pytest plugin
 
 

@@ -5,6 +5,7 @@ Mistakes in a whole GEMM are in test_emulator_mistakes.py.
 
 import dataclasses
 import functools
+import gc
 import struct
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ import quackish
 from quackish import emulation, emulator
 from quackish.device.kernel_device import KernelDevice, substitute
 from quackish.device.kernel_for import CompiledKernel, request_for
-from quackish.emulator import Fault, decode, ptx
+from quackish.emulator import Fault, decode, grid, ptx
 from quackish.gpu import H200
 from tests.emulator.ptx import kernel, launch
 
@@ -386,6 +387,19 @@ def test_memory_of_the_launch_before_the_one_before():
         in_turn(first, LET + AWAIT, READ + AWAIT)
     with pytest.raises(Fault, match=r"no thread executes griddepcontrol.wait"):
         in_turn(first, "", AWAIT + READ)
+
+
+def test_launches_of_the_past_are_forgotten():
+    """A grid stays alive for messages about the next launches, but not longer."""
+    alive = []
+
+    def count(out):
+        gc.collect()
+        alive.append(sum(type(thing) is grid.Grid for thing in gc.get_objects()))
+
+    in_turn(*[AWAIT + LET + WRITE] * 3, between=count)
+    in_turn(*[AWAIT + LET + WRITE] * 8, between=count)
+    assert alive[0] == alive[1]
 
 
 def test_an_operation_between_launches_ends_the_first_one():
