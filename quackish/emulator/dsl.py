@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 import functools
+import itertools
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -66,22 +67,25 @@ def replace_compile(compile_for_gpu: Callable) -> Iterator[None]:
 @contextlib.contextmanager
 def _options(gpu: Any) -> Iterator[None]:
     """Sets what the emulator needs of the DSL's options. Options of a call come on top."""
-    from cutlass.cutlass_dsl import CuTeDSL
-
-    variables = CuTeDSL._get_dsl().envar
     with tempfile.TemporaryDirectory(prefix="emulator-") as folder:
         needed = dict(keep_ptx=True, lineinfo=True, enable_tvm_ffi=True, dump_dir=folder)
         with contextlib.ExitStack() as stack:
-            for name, value in needed.items():
+            for variables, (name, value) in itertools.product(_variables(), needed.items()):
                 stack.enter_context(mock.patch.object(variables, name, value))
             yield
+
+
+def _variables() -> list[Any]:
+    """The settings of `cute.jit` and of `cute.experimental.jit`."""
+    from cutlass.cutlass_dsl import CuTeDSL, CuteExperimentalDSL
+
+    return [language._get_dsl().envar for language in (CuTeDSL, CuteExperimentalDSL)]
 
 
 @contextlib.contextmanager
 def answers(gpu: Any) -> Iterator[None]:
     """Inside the block, the DSL's questions about the GPU are answered without a driver."""
     from cutlass.base_dsl.runtime import cuda
-    from cutlass.cutlass_dsl import CuTeDSL
     from cutlass.utils.hardware_info import HardwareInfo
 
     attributes = host.device_attributes(gpu)
@@ -99,7 +103,7 @@ def answers(gpu: Any) -> Iterator[None]:
         (HardwareInfo, "get_device_multiprocessor_count", lambda self: gpu.sm_count),
         (HardwareInfo, "get_l2_cache_size_in_bytes", lambda self: _L2_BYTES),
         (cuda, "get_device_attribute", lambda attribute, device_id=0: attributes[int(attribute)]),
-        (CuTeDSL._get_dsl().envar, "arch", gpu.target),
+        *((variables, "arch", gpu.target) for variables in _variables()),
     ]
     with contextlib.ExitStack() as stack:
         for owner, name, answer in answered:
