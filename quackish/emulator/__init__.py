@@ -95,9 +95,13 @@ class Kernel:
         self._programs: dict[str, decode.Program] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        args = tuple(map(arguments.at_call, args))
-        kwargs = {name: arguments.at_call(value) for name, value in kwargs.items()}
-        self._host_code.call(self._launch, *args, **kwargs)
+        on_cuda = tuple(map(arguments.at_call, args)), {name: arguments.at_call(x) for name, x in kwargs.items()}
+        try:
+            self._host_code.call(self._launch, *on_cuda[0], **on_cuda[1])
+        except ValueError as error:  # of the host code, which checks arguments before it launches
+            if "expected device_type=cpu" not in str(error):
+                raise
+            self._host_code.call(self._launch, *args, **kwargs)  # it was compiled with CPU tensors
 
     def _launch(self, launch: host.Launch) -> None:
         """Runs one launch. The host code calls it."""
@@ -154,6 +158,8 @@ def run(program: decode.Program, launch: Any, parameters: bytes, gpu: Any, name:
 def _ended(name: str, grid: Grid) -> Ended:
     """What later launches need to know about this one, for `dependent_launches`."""
     races = grid.memory.races
+    for earlier in races.dependent.running:
+        earlier.running.clear()  # this launch's list has them; a chain would keep all launches
     ended = Ended(
         name,
         races.events,

@@ -1,6 +1,9 @@
 """Barriers: mbarriers in shared memory, named barriers of a CTA, and the barrier of a cluster."""
 
+from collections.abc import Callable
 from typing import Any
+
+import numpy as np
 
 from quackish.emulator.clocks import Clock, joined
 from quackish.emulator.errors import Fault
@@ -92,6 +95,8 @@ class NamedBarrier:
         self.warps = self.arrived = 0
         self.clock: Clock | None = None  # what precedes the arrivals
         self.waiting: list[Parked] = []
+        self.votes: list[np.ndarray] = []  # predicates of the threads that have arrived with one: barrier.red
+        self.results: list[Callable[[np.ndarray], None]] = []  # called with all predicates
 
     def __str__(self) -> str:
         expected = "all" if self.expected is None else self.expected
@@ -121,6 +126,8 @@ class NamedBarrier:
             self.cta.grid.num_events += 1
             self.cta.grid.num_phases += 1
             del self.cta.named_barriers[self.number]
+            for write in self.results:
+                write(np.concatenate(self.votes))
             for parked in self.waiting:
                 # "when the barrier completes, prior memory accesses requested by this thread are performed relative
                 # to all threads participating in the barrier" (PTX, bar)

@@ -153,6 +153,7 @@ class Events:
         self.component = np.zeros(1024, np.int32)
         self.epoch = np.zeros(1024, np.int32)
         self.is_async = np.zeros(1024, np.bool_)
+        self.is_atomic = np.zeros(1024, np.bool_)  # an atomic operation on shared memory
         self.descriptions: list[Callable[[], str] | None] = [None]
 
     def add(
@@ -166,7 +167,7 @@ class Events:
         """Adds an event for each component, all with the same description. Returns their numbers."""
         first, count = len(self.descriptions), len(components)
         if first + count > len(self.component):
-            for name in ("cluster", "component", "epoch", "is_async"):
+            for name in ("cluster", "component", "epoch", "is_async", "is_atomic"):
                 old = getattr(self, name)
                 setattr(self, name, np.concatenate([old, np.zeros_like(old)]))
         self.descriptions += [describe] * count

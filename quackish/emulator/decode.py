@@ -49,6 +49,7 @@ class Program(NamedTuple):
     blocks: list[BasicBlock]
     register_counts: dict[str, int]
     static_shared_bytes: int
+    local_bytes: int  # of each thread
     symbols: dict[str, int]  # offsets of shared symbols
     wgmma_bits: dict[int, int]  # row of a 32-bit register that wgmma uses -> its bit
 
@@ -92,6 +93,7 @@ class _Decoder:
             blocks,
             self.operands.register_counts,
             self.operands.static_shared_bytes,
+            self.operands.local_bytes,
             self.operands.symbols,
             self._bits_of_rows(),
         )

@@ -1,7 +1,9 @@
 """Compiling with CuTe DSL for a GPU that this machine need not have."""
 
 import contextlib
+import contextvars
 import functools
+import itertools
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -10,6 +12,7 @@ from unittest import mock
 
 from quackish.emulator import arguments, host
 
+_is_compiling = contextvars.ContextVar("is_compiling", default=False)
 _lock = threading.RLock()  # the compiler is not thread-safe
 
 
@@ -31,8 +34,12 @@ def compile(
     # The DSL asks this method for the function that its callable calls, after it has handled keywords and defaults.
     base, method = tvm_ffi_provider.TVMFFIJitCompiledFunctionBase, "_create_tvm_ffi_function"
     with _lock, answers(gpu), _options(gpu), mock.patch.object(base, method, create):
-        # no_jit_engine: the DSL need not link the host code, which `host.load` does
-        compiled = compiler(function, *args, **kwargs, no_jit_engine=True)
+        token = _is_compiling.set(True)
+        try:
+            # no_jit_engine: the DSL need not link the host code, which `host.load` does
+            compiled = compiler(function, *args, **kwargs, no_jit_engine=True)
+        finally:
+            _is_compiling.reset(token)
     exported, host_code = results[-1]
     host_code.entry = compiled
     return exported, host_code
@@ -49,6 +56,8 @@ def replace_compile(compile_for_gpu: Callable) -> Iterator[None]:
     original = CompileCallable._compile
 
     def replacement(self: Any, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        if _is_compiling.get():  # `compile`, which calls cute.compile
+            return original(self, function, *args, **kwargs)
         return compile_for_gpu(functools.partial(original, self), function, args, kwargs)
 
     with mock.patch.object(CompileCallable, "_compile", replacement):
@@ -58,22 +67,25 @@ def replace_compile(compile_for_gpu: Callable) -> Iterator[None]:
 @contextlib.contextmanager
 def _options(gpu: Any) -> Iterator[None]:
     """Sets what the emulator needs of the DSL's options. Options of a call come on top."""
-    from cutlass.cutlass_dsl import CuTeDSL
-
-    variables = CuTeDSL._get_dsl().envar
     with tempfile.TemporaryDirectory(prefix="emulator-") as folder:
         needed = dict(keep_ptx=True, lineinfo=True, enable_tvm_ffi=True, dump_dir=folder)
         with contextlib.ExitStack() as stack:
-            for name, value in needed.items():
+            for variables, (name, value) in itertools.product(_variables(), needed.items()):
                 stack.enter_context(mock.patch.object(variables, name, value))
             yield
+
+
+def _variables() -> list[Any]:
+    """The settings of `cute.jit` and of `cute.experimental.jit`."""
+    from cutlass.cutlass_dsl import CuTeDSL, CuteExperimentalDSL
+
+    return [language._get_dsl().envar for language in (CuTeDSL, CuteExperimentalDSL)]
 
 
 @contextlib.contextmanager
 def answers(gpu: Any) -> Iterator[None]:
     """Inside the block, the DSL's questions about the GPU are answered without a driver."""
     from cutlass.base_dsl.runtime import cuda
-    from cutlass.cutlass_dsl import CuTeDSL
     from cutlass.utils.hardware_info import HardwareInfo
 
     attributes = host.device_attributes(gpu)
@@ -91,7 +103,7 @@ def answers(gpu: Any) -> Iterator[None]:
         (HardwareInfo, "get_device_multiprocessor_count", lambda self: gpu.sm_count),
         (HardwareInfo, "get_l2_cache_size_in_bytes", lambda self: _L2_BYTES),
         (cuda, "get_device_attribute", lambda attribute, device_id=0: attributes[int(attribute)]),
-        (CuTeDSL._get_dsl().envar, "arch", gpu.target),
+        *((variables, "arch", gpu.target) for variables in _variables()),
     ]
     with contextlib.ExitStack() as stack:
         for owner, name, answer in answered:

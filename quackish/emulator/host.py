@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quackish.emulator.errors import ToolMissing
+from quackish.emulator.errors import Fault, ToolMissing
 from quackish.emulator.gpu import capability
 
 _SYMBOL = "kernel"
 _SHIM = Path(__file__).with_name("shim.c")
 _LAUNCH_FAILED = 719  # cudaErrorLaunchFailure: what host code sees if a handler raises
+
+_NOT_SUPPORTED = 801  # cudaErrorNotSupported
 
 # cudaLaunchAttributeID
 _COOPERATIVE = 2
@@ -29,6 +31,7 @@ _WITHOUT_EFFECT_HERE = {
     0,  # ignore
     5,  # cluster scheduling policy
     8,  # priority
+    11,  # preferred cluster dimension: a GPU may use it, or the cluster dimension
     14,  # preferred shared memory carveout
 }
 
@@ -65,9 +68,9 @@ class Exported(NamedTuple):
 class HostCode:
     """A compiled function that hands its launches to Python. Threads may call it at the same time."""
 
-    def __init__(self, function: Callable[..., Any], library: ctypes.CDLL, on_launch: Any):
+    def __init__(self, function: Callable[..., Any], library: ctypes.CDLL, callbacks: Any):
         self.entry = self.function = function  # `entry` may be another function, which calls `function`
-        self._keep_alive = library, on_launch
+        self._keep_alive = library, callbacks
 
     def call(self, handler: Callable[[Launch], None], *args: Any, **kwargs: Any) -> None:
         """Runs the host code with these arguments; each launch calls `handler` on this thread.
@@ -122,12 +125,12 @@ def load(exported: Exported, gpu: Any) -> HostCode:
         except OSError as error:  # the message ends with "undefined symbol: NAME"
             raise NotImplementedError(f"the host code calls a function that the emulator lacks: {error}") from error
         function = getattr(tvm_ffi.load_module(str(path)), _SYMBOL)
-    on_launch = _ON_LAUNCH(_handle)
+    on_launch, on_error = _ON_LAUNCH(_handle), _ON_ERROR(_fail)
     attributes = device_attributes(gpu)
     table = (ctypes.c_int * (2 * len(attributes)))(*(number for pair in attributes.items() for number in pair))
-    if library.emulator_connect(on_launch, table, len(attributes)) != 0:
+    if library.emulator_connect(on_launch, on_error, table, len(attributes)) != 0:
         raise AssertionError(f"the shim has no room for {len(attributes)} device attributes")
-    return HostCode(function, library, on_launch)
+    return HostCode(function, library, (on_launch, on_error))
 
 
 class _Call:
@@ -164,6 +167,7 @@ class _Attribute(ctypes.Structure):  # cudaLaunchAttribute: its value is a union
     _fields_ = [("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_uint * 16)]
 
 
+_ON_ERROR = ctypes.CFUNCTYPE(None, ctypes.c_int)
 _ON_LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Config), ctypes.c_char_p, ctypes.c_void_p)
 
 
@@ -176,6 +180,14 @@ def _handle(config: Any, kernel: bytes, parameter_addresses: int) -> int:
         call.error = error
         return _LAUNCH_FAILED
     return 0
+
+
+def _fail(error: int) -> None:
+    """Called by the shim where host code asserts that a call of CUDA succeeds."""
+    call = _running.calls[-1]
+    if call.error is None:
+        what = "that the emulator lacks" if error == _NOT_SUPPORTED else "with an invalid argument"
+        call.error = Fault(f"the host code calls a function of CUDA {what}: error {error}")
 
 
 def _launch(config: _Config, kernel: bytes, parameter_addresses: int) -> Launch:

@@ -166,7 +166,7 @@ def registers_to_a(registers: np.ndarray, element: str) -> np.ndarray:
     Register i has row 16 * warp + 8 * (i % 2) + group and the 4 bytes of columns at 4 * (t % 4) + 16 * (i / 2).
     """
     width = ELEMENT_BYTES[element]
-    bits = np.ascontiguousarray(registers).view({2: np.uint16, 4: np.uint32}[width])
+    bits = np.ascontiguousarray(registers).view(f"u{width}")
     split = bits.reshape(2, 2, 4, 8, 4, 4 // width)  # i / 2, i % 2; warp, group, t % 4; element
     return _TO_F32[element](np.ascontiguousarray(split.transpose(2, 1, 3, 0, 4, 5)).reshape(64, 32 // width))
 

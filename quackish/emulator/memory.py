@@ -13,6 +13,8 @@ from quackish.emulator.errors import Fault
 # Generic addresses: global memory has the host's addresses, other state spaces have windows that no host address is in.
 SHARED_WINDOW = 1 << 60
 PARAMETER_WINDOW = 1 << 61
+LOCAL_WINDOW = 1 << 59
+CONSTANT_WINDOW = 1 << 58  # initialized variables of the module, each at a multiple of 2^32
 
 SYSTEM_SHARED_BYTES = 1024  # the system's part of a CTA's shared memory, at its beginning
 RANK_SHIFT = 24  # an address of shared::cluster is the CTA's rank in the cluster and an offset
@@ -216,6 +218,11 @@ class SharedMemory:
         self.races.write(offsets, width * len(values))
         self.put(offsets, values)
 
+    def check_atomic(self, offsets: np.ndarray, width: int) -> None:
+        """Checks atomic operations on words, and tells `races` of them."""
+        self._indices(offsets, width, 1)
+        self.races.change(offsets, width)
+
     def put(self, offsets: np.ndarray, values: list[np.ndarray]) -> None:
         """Stores as `store` does, without telling `races`, which knows of it already."""
         width = values[0].dtype.itemsize
@@ -227,6 +234,28 @@ class SharedMemory:
         """The bytes themselves, to read or to write. The caller tells `races`."""
         self.check(offset, offset + size)
         return self.bytes[offset : offset + size]
+
+
+class LocalMemory:
+    """The memory of each thread of a CTA alone: (threads, bytes), poisoned at first."""
+
+    def __init__(self, num_threads: int, size: int):
+        self.bytes = np.full((num_threads, size), POISON, np.uint8)
+
+    def _places(self, threads: np.ndarray, offsets: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """The indices of bytes. Raises Fault for accesses that are misaligned or out of bounds."""
+        _check_alignment(offsets, size, "local")
+        if int(offsets.max()) + size > self.bytes.shape[1]:
+            raise Fault(f"access of local memory at {int(offsets.max()):#x}; a thread has {self.bytes.shape[1]} bytes")
+        return threads[:, None], offsets[:, None].astype(np.intp) + np.arange(size)
+
+    def load(self, threads: np.ndarray, offsets: np.ndarray, size: int) -> np.ndarray:
+        """`size` bytes of each thread."""
+        return self.bytes[self._places(threads, offsets, size)]
+
+    def store(self, threads: np.ndarray, offsets: np.ndarray, rows: np.ndarray) -> None:
+        """Stores the bytes of a row in each thread's memory."""
+        self.bytes[self._places(threads, offsets, rows.shape[1])] = rows
 
 
 def _with_subclasses(kind: type) -> set[type]:

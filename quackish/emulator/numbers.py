@@ -249,6 +249,33 @@ def _with_nan(x: Array, bits: Array) -> Array:
     return np.where(nan, NAN_16, bits) if _some(nan) else bits
 
 
+def _f32_to_fp8(x: Array, values: Array) -> Array:
+    """Rounds to the nearest of `values`, which are the numbers with the bits 0, 1, ..., ties to even bits.
+
+    `.satfinite`: "the result is set to MAX_NORM of the destination format", and NaN to NaN, 0x7f.
+    """
+    x = np.asarray(x, np.float32)
+    size = np.abs(x).astype(np.float64)
+    above = np.minimum(np.searchsorted(values, size), len(values) - 1)
+    below = np.maximum(above - 1, 0)
+    up, down = values[above] - size, size - values[below]
+    bits = np.where((up < down) | ((up == down) & (above % 2 == 0)), above, below)
+    bits = np.where(size >= values[-1], len(values) - 1, bits)
+    return np.where(np.isnan(x), 0x7F, bits | np.signbit(x) << 7).astype(np.uint8)
+
+
+_E4M3 = e4m3_to_f32(np.arange(0x7F)).astype(np.float64)  # up to 448
+_E5M2 = e5m2_to_f32(np.arange(0x7C)).astype(np.float64)  # up to 57344
+
+
+def f32_to_e4m3(x: Array) -> Array:
+    return _f32_to_fp8(x, _E4M3)
+
+
+def f32_to_e5m2(x: Array) -> Array:
+    return _f32_to_fp8(x, _E5M2)
+
+
 def f32_to_tf32(x: Array) -> Array:
     """The value that tensor cores multiply: "will truncate lower 13 bits of the 32-bit input data"."""
     return (np.asarray(x, np.float32).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)

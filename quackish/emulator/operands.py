@@ -8,7 +8,7 @@ import numpy as np
 
 from quackish.emulator import isa, late_loads
 from quackish.emulator.errors import PtxError
-from quackish.emulator.memory import RANK_SHIFT, SYSTEM_SHARED_BYTES
+from quackish.emulator.memory import CONSTANT_WINDOW, RANK_SHIFT, SYSTEM_SHARED_BYTES
 from quackish.emulator.ptx import (
     Address,
     Entry,
@@ -20,6 +20,7 @@ from quackish.emulator.ptx import (
     Sink,
     Special,
     Symbol,
+    Variable,
     Vector,
 )
 from quackish.emulator.threads import U128, VIEW_OF_TYPE, Lanes
@@ -80,7 +81,8 @@ class Operands:
             width = entry.registers[name]
             self.rows[name] = self.register_counts.get(width, 0)
             self.register_counts[width] = self.rows[name] + 1
-        self.symbols, self.static_shared_bytes = _layout(entry)
+        self.symbols, self.static_shared_bytes = _layout(entry.shared)
+        self.local_symbols, self.local_bytes = _layout(entry.local)
         self.loaded_late: set[str] = set()  # registers that late loads write, or moves of these; set by `decode`
 
     def _registers_in_use(self) -> dict[str, None]:
@@ -136,6 +138,8 @@ class Operands:
         if declared == "immediate":
             value = operand.bits
             return lambda lanes: value
+        if declared == "symbol":
+            return lambda lanes: operand.name
         if declared.startswith("{"):
             type_ = declared[1:-1].partition("*")[0]
             parts = [self.executing_reader(type_, item, instruction) for item in operand.items]
@@ -193,11 +197,16 @@ class Operands:
         return read
 
     def _symbol_reader(self, type_: str, symbol: Symbol, instruction: Instruction) -> Reader:
-        """A reader of a parameter's offset, or of a shared variable's address."""
+        """A reader of a parameter's or a thread's variable's offset, or of a shared variable's address."""
         dtype = dtype_of(type_)
         if symbol.name in self.entry.parameters:
             value = dtype(self.entry.parameters[symbol.name].offset + symbol.offset)
             return lambda lanes: value
+        if symbol.name in self.local_symbols:
+            return lambda lanes: dtype(self.local_symbols[symbol.name] + symbol.offset)
+        if symbol.name in self.entry.constants:
+            place = list(self.entry.constants).index(symbol.name)
+            return lambda lanes: dtype(CONSTANT_WINDOW + (place << 32) + symbol.offset)
         if symbol.name not in self.symbols:
             refuse(self.entry, instruction, f"unknown symbol {symbol.name}")
         offset = SYSTEM_SHARED_BYTES + self.symbols[symbol.name] + symbol.offset
@@ -318,15 +327,15 @@ def immediate(type_: str, operand: Immediate) -> Any:
     raise PtxError(f"an immediate of type {operand.kind} where {type_} is expected")
 
 
-def _layout(entry: Entry) -> tuple[dict[str, int], int]:
-    """Offsets of shared symbols, and the bytes that the static ones take. Dynamic shared memory comes after them."""
+def _layout(variables: dict[str, Variable]) -> tuple[dict[str, int], int]:
+    """Offsets of variables, and the bytes that they take. Dynamic shared memory, of size 0, comes after the others."""
     offsets, size = {}, 0
-    for name, symbol in entry.shared.items():
+    for name, symbol in variables.items():
         if symbol.size:
             size = -(-size // symbol.align) * symbol.align
             offsets[name] = size
             size += symbol.size
-    for name, symbol in entry.shared.items():
+    for name, symbol in variables.items():
         if not symbol.size:
             offsets[name] = -(-size // symbol.align) * symbol.align
     return offsets, size

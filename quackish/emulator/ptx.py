@@ -78,7 +78,7 @@ class Parameter(NamedTuple):
     size: int
 
 
-class SharedSymbol(NamedTuple):
+class Variable(NamedTuple):
     align: int
     size: int  # 0 for the launch's dynamic shared memory
 
@@ -90,7 +90,9 @@ class Entry(NamedTuple):
     parameters: dict[str, Parameter]
     parameter_bytes: int
     registers: dict[str, str]  # name -> "pred", "b16", "b32" or "b64"
-    shared: dict[str, SharedSymbol]
+    shared: dict[str, Variable]
+    local: dict[str, Variable]  # variables of each thread: .local, and the parameters of calls
+    constants: dict[str, bytes]  # initialized .global variables of the module
     directives: dict[str, tuple[int, ...]]  # such as "reqntid": (384, 1, 1)
     instructions: list[Instruction]
     labels: dict[str, int]  # name -> index of the instruction that follows
@@ -132,9 +134,10 @@ def parse(text: str) -> Module:
     newlines = [match.start() for match in re.finditer("\n", text)]
     entries = {}
     first_entry = re.search(r"\.entry\b", text)
-    module_shared = dict(_shared_symbols(text[: first_entry.start()] if first_entry else text))
+    head = text[: first_entry.start()] if first_entry else text
+    module_shared, constants = dict(_symbols("shared", head)), dict(_constants(head))
     for match in re.finditer(r"\.entry\s+([\w$]+)\s*\(", text):
-        entry = _entry(text, match, module_shared, files, newlines)
+        entry = _entry(text, match, module_shared, constants, files, newlines)
         entries[entry.name] = entry
     return Module(target[1], entries)
 
@@ -145,16 +148,28 @@ def _without_comments(text: str) -> str:
     return re.sub(r"//[^\n]*", "", text)
 
 
-_SHARED = re.compile(r"\.shared\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)(?:\[(\d*)\])?")
+_VARIABLE = r"\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)(?:\[(\d*)\])?"
 
 
-def _shared_symbols(text: str) -> Iterator[tuple[str, SharedSymbol]]:
-    """Yields (name, symbol) for each shared variable that the text declares."""
-    for align, type_, name, count in _SHARED.findall(text):
-        yield name, SharedSymbol(int(align or SIZES[type_]), SIZES[type_] * int(count or 0))
+def _symbols(space: str, text: str) -> Iterator[tuple[str, Variable]]:
+    """Yields (name, symbol) for each variable of a state space that the text declares."""
+    for match in re.finditer(rf"\.{space}{_VARIABLE}", text):
+        align, type_, name, count = match.groups()
+        # without brackets: one element
+        yield name, Variable(int(align or SIZES[type_]), SIZES[type_] * (int(count or 0) if "[" in match[0] else 1))
 
 
-def _entry(text: str, match: re.Match, module_shared: dict, files: dict[int, str], newlines: list[int]) -> Entry:
+def _constants(text: str) -> Iterator[tuple[str, bytes]]:
+    """Yields (name, bytes) for each initialized array of bytes in global memory, such as the text of a printf."""
+    for name, size, values in re.findall(
+        r"\.global\s+(?:\.align\s+\d+\s+)?\.b8\s+([\w$]+)\[(\d+)\]\s*=\s*\{([^}]*)\}", text
+    ):
+        yield name, bytes(int(value, 0) for value in values.split(",")).ljust(int(size), b"\0")
+
+
+def _entry(
+    text: str, match: re.Match, module_shared: dict, constants: dict, files: dict[int, str], newlines: list[int]
+) -> Entry:
     """Parses one entry. match: its name; newlines: the positions of line ends, for line numbers."""
     end_of_parameters = text.index(")", match.end())
     parameters, parameter_bytes = _parameters(text[match.end() : end_of_parameters])
@@ -167,7 +182,16 @@ def _entry(text: str, match: re.Match, module_shared: dict, files: dict[int, str
     body.shared.update(module_shared)
     body.parse()
     return Entry(
-        match[1], parameters, parameter_bytes, body.registers, body.shared, directives, body.instructions, body.labels
+        match[1],
+        parameters,
+        parameter_bytes,
+        body.registers,
+        body.shared,
+        body.local,
+        constants,
+        directives,
+        body.instructions,
+        body.labels,
     )
 
 
@@ -205,7 +229,8 @@ class _Body:
         self.text, self.position, self.files, self.newlines = text, position, files, newlines
         self.registers: dict[str, str] = {}
         self.vectors: dict[str, Vector] = {}  # variables of a vector type
-        self.shared: dict[str, SharedSymbol] = {}
+        self.shared: dict[str, Variable] = {}
+        self.local: dict[str, Variable] = {}
         self.instructions: list[Instruction] = []
         self.labels: dict[str, int] = {}
         self.scopes: list[dict[str, str]] = [{}]  # innermost last: name as written -> name unique in the entry
@@ -261,7 +286,9 @@ class _Body:
         if text.startswith(".reg"):
             self._declare_registers(text)
         elif text.startswith(".shared"):
-            self.shared.update(_shared_symbols(text))
+            self.shared.update(_symbols("shared", text))
+        elif text.startswith((".local", ".param")):
+            self.local.update(_symbols("local" if text.startswith(".local") else "param", text))
         elif text.startswith(".pragma"):
             pass  # hints for ptxas, such as "nounroll"
         elif text.startswith("."):
@@ -304,7 +331,7 @@ class _Body:
         return Instruction(predicate, bool(match[1]), match[3], operands, line, self.source, text)
 
     def _operand(self, text: str) -> Operand:
-        if text.startswith("{"):
+        if text.startswith(("{", "(")):  # parentheses: the results and the parameters of a call
             return Vector(tuple(self._operand(part) for part in _split(text[1:-1])))
         if text.startswith("["):
             return self._address(text[1:-1].strip())

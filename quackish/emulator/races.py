@@ -159,6 +159,21 @@ class SharedRaces(AsyncRaces):
                 f"{self._where(granules[i, j])}, and nothing orders these writes"
             )
 
+    def change(self, offsets: np.ndarray, size: int) -> None:
+        """The executing threads change `size` bytes at offsets, each by an atomic operation.
+
+        Atomic operations need no order among themselves. Of several warps that have changed a granule, only the last
+        one is known to later accesses.
+        """
+        threads, rank_warp = self.races.threads(len(offsets))
+        granules = self.shadow.granules(offsets, size)
+        self._check_writes(granules, threads, rank_warp, "changes", is_atomic=True)
+        self._check_reads(granules, threads, rank_warp)
+        numbers = self._event(threads, rank_warp)
+        self.races.events.is_atomic[numbers] = True
+        self.shadow.writes[granules] = numbers[threads.which][:, None]
+        self.shadow.write_lanes[granules] = threads.lane[:, None]
+
     def _event(self, threads: Threads, rank_warp: int) -> np.ndarray:
         """Adds an event for each warp of the executing threads."""
         actors = threads.warps + rank_warp
@@ -166,8 +181,10 @@ class SharedRaces(AsyncRaces):
             self.clocks, actors, self.clocks.seen[ORDERED, actors, actors], False, self.races.grid.place()
         )
 
-    def _check_writes(self, granules: np.ndarray, threads: Threads, rank_warp: int, verb: str) -> None:
-        """Checks that the last writes of granules precede the threads' accesses."""
+    def _check_writes(
+        self, granules: np.ndarray, threads: Threads, rank_warp: int, verb: str, is_atomic: bool = False
+    ) -> None:
+        """Checks that the last writes of granules precede the threads' accesses, unless both are atomic."""
         found = self.shadow.writes[granules]
         if not found.any():
             return
@@ -184,6 +201,8 @@ class SharedRaces(AsyncRaces):
                 & (found >= self.clocks.in_warp[actor, lane])
                 & (lane >= 0)
             )
+        if is_atomic and late.any():
+            late &= ~events.is_atomic[found]
         if late.any():
             i, j = np.argwhere(late)[0]
             self._raise(granules[i, j], verb, self._thread(threads, i), found[i, j], "write")
@@ -275,6 +294,12 @@ class Races:
         clocks.acquire(warps, clock)
         self.order_warp(lanes)
 
+    def acquire_at_fence(self, lanes: Any, clock: Clock | None) -> None:
+        """Orders what a clock knows before what these threads do after their next fence."""
+        until_fence = lanes.cta.cluster.clocks.until_fence
+        for warp in self.warps(lanes).tolist():
+            until_fence[warp] = joined(until_fence.get(warp), clock)
+
     def meet(self, lanes: Any, others: Any) -> None:
         """Threads of two CTAs of a cluster wait for each other."""
         clock = joined(self.release(lanes), self.release(others))
@@ -319,7 +344,7 @@ class Races:
             # "If no state space is specified, then the memory ordering applies on all state spaces." (PTX, fence)
             if not opcode.endswith(".global"):
                 clocks.seen[SHARED, warps] = clocks.seen[ORDERED, warps]
-            if ".shared" not in opcode:
+            if "shared" not in opcode:
                 clocks.seen[GLOBAL, warps] = clocks.seen[ORDERED, warps]
                 for warp in warps.tolist():
                     clocks.fence_others(warp)

@@ -34,9 +34,9 @@ _WITHOUT_EFFECT = 1 << 1 | 1 << 17 | 1 << 18 | 1 << 21
 _TF32, _CHUNKS_OF_32 = 1 << 16, 1 << 19
 _FIELDS = 7 << 4 | 15 << 7 | 3 << 13
 
-# Only these types were seen.
-_ELEMENTS = {0: "u8", 6: "f16", 7: "f32", 10: "bf16"}
-_ELEMENT_BYTES = {"u8": 1, "f16": 2, "f32": 4, "bf16": 2}
+# u8, f16, f32 and bf16 were seen. Integers are numbered as in CUtensorMapDataType, as u8, f16 and f32 are.
+_ELEMENTS = {0: "u8", 1: "u16", 2: "u32", 3: "s32", 4: "u64", 5: "s64", 6: "f16", 7: "f32", 10: "bf16"}
+_ELEMENT_BYTES = {"u8": 1, "u16": 2, "f16": 2, "bf16": 2, "u32": 4, "s32": 4, "f32": 4, "u64": 8, "s64": 8}
 _SWIZZLES = [Swizzle.NONE, Swizzle.B32, Swizzle.B64, Swizzle.B128]
 
 
@@ -140,8 +140,9 @@ class TensorMap:
 
     def _added(self, old: np.ndarray, new: np.ndarray) -> np.ndarray:
         """The bytes of old + new."""
-        dtype: Any = np.float32 if self.element == "f32" else np.uint16
-        add = {"f32": numbers.add, "f16": numbers.add_f16, "bf16": numbers.add_bf16}[self.element]
+        floats = {"f32": numbers.add, "f16": numbers.add_f16, "bf16": numbers.add_bf16}
+        dtype: Any = np.float32 if self.element == "f32" else f"u{self.element_bytes}"
+        add = floats.get(self.element, np.add)
         return add(*(np.ascontiguousarray(data).view(dtype) for data in (old, new))).view(np.uint8)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from quackish.emulator.memory import POISON, SharedMemory
+from quackish.emulator.memory import POISON, LocalMemory, SharedMemory
 from quackish.emulator.races import SharedRaces
 from quackish.emulator.register_pool import RegisterPool, registers_at_launch
 from quackish.emulator.tensor_races import TensorRaces
@@ -174,10 +174,12 @@ class Cta:
         self.all_threads = (1 << self.num_threads) - 1
         self.exited = 0
         self.registers = Registers(grid.program.register_counts, self.num_threads)
+        self.carry = np.zeros(self.num_threads, np.bool_)  # CC.CF of each thread
         self.num_warps = -(-self.num_threads // WARP)
         directives = grid.program.entry.directives
         self.register_pool = RegisterPool(self, registers_at_launch(directives, self.num_threads, grid.gpu))
         self.shared = SharedMemory(grid.shared_bytes)
+        self.local = LocalMemory(self.num_threads, grid.program.local_bytes)
         self.shared.races = SharedRaces(grid.races, self)
         self.tensor_races = TensorRaces(grid.races, self)
         self.wgmma_registers = WgmmaRegisters(self.num_warps)

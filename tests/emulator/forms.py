@@ -47,6 +47,7 @@ class Case:
     shared_bytes: int = 4096
     tensor_map: bytes | None = None  # for ENTRY_data; its address is an offset of global scratch
     ctas: int = 1
+    declarations: str = ""  # in front of the entry
 
     @property
     def words(self) -> np.ndarray:
@@ -126,7 +127,7 @@ class Case:
                 lines += [f"selp.b32 %flag, 1, 0, %out{i};", f"st.global.b32 {place}, %flag;"]
             else:
                 lines.append(f"st.global.b{bits} {place}, %out{i};")
-        return "\n".join([*lines, "ret;", "}", ""]).replace("ENTRY", entry)
+        return self.declarations + "\n".join([*lines, "ret;", "}", ""]).replace("ENTRY", entry)
 
 
 def module(cases_by_entry: dict[str, Case]) -> str:
@@ -661,6 +662,161 @@ def forms() -> list[isa.Form]:
     return [form for _, forms in sorted(isa.load().items()) for form in forms]
 
 
+# Values that `value_cases` does not know: three-way logic, carries, fp64 and fp8.
+
+
+def _column_case(form: isa.Form, body: str, inputs: list, outputs: list, suffix: str = "") -> Case:
+    return Case(case_name(form) + suffix, form.opcode, body, inputs, outputs, len(inputs[0][1]))
+
+
+def _of_32_bits(name: str, count: int) -> list[tuple[int, list[int]]]:
+    return [(32, column) for column in chosen(name, ["u32"] * count, 128)]
+
+
+def funnel_cases(form: isa.Form) -> Iterator[Case]:
+    _, direction, mode, _ = form.opcode.split(".")
+    inputs = _of_32_bits(form.opcode, 3)
+    results = []
+    for low, high, amount in zip(*(column for _, column in inputs), strict=True):
+        amount = amount % 32 if mode == "wrap" else min(amount, 32)
+        both = high << 32 | low
+        results.append((both >> amount if direction == "r" else both << amount >> 32) & ALL)
+    yield _column_case(form, f"{form.opcode} %out0, %in0, %in1, %in2;", inputs, [(32, results)])
+
+
+def lop3_cases(form: isa.Form) -> Iterator[Case]:
+    functions = {
+        0x96: lambda a, b, c: a ^ b ^ c,
+        0xCA: lambda a, b, c: (a & b) | (~a & c),  # selects
+        0xE8: lambda a, b, c: (a & b) | (a & c) | (b & c),
+        0x1A: lambda a, b, c: ((a & b) | c) ^ a,
+    }
+    for table, function in functions.items():
+        inputs = _of_32_bits(f"{form.opcode} {table}", 3)
+        results = [function(*row) & ALL for row in zip(*(column for _, column in inputs), strict=True)]
+        body = f"{form.opcode} %out0, %in0, %in1, %in2, {table};"
+        yield _column_case(form, body, inputs, [(32, results)], f" {table:#x}")
+
+
+def carry_cases(form: isa.Form) -> Iterator[Case]:
+    """A sum sets the carry before the instruction, and another one reads it after it."""
+    parts = form.opcode.split(".")
+    adds, sets = parts[0].endswith("c"), "cc" in parts
+    inputs = _of_32_bits(form.opcode, 2 + len(form.operands))
+    totals = []
+    for x, y, *values in zip(*(column for _, column in inputs), strict=True):
+        before = (x + y) >> 32
+        product = values[0] * values[1] if len(values) == 3 else 0
+        total = sum(values) if len(values) == 2 else (product >> 32 if "hi" in parts else product & ALL) + values[2]
+        total += before if adds else 0
+        totals.append((total & ALL, total >> 32 if sets else before))
+    operands = ", ".join(f"%in{2 + i}" for i in range(len(form.operands)))
+    body = f"add.cc.u32 %out0, %in0, %in1; {form.opcode} %out0, {operands}; addc.u32 %out1, 0, 0;"
+    yield _column_case(form, body, inputs, [(32, list(column)) for column in zip(*totals, strict=True)])
+
+
+def _f64_bits(value: float) -> int | None:
+    return None if math.isnan(value) else int(np.float64(value).view(np.uint64))
+
+
+def f64_cases(form: isa.Form) -> Iterator[Case]:
+    """Numbers in fp64. What a NaN's bits are is left open."""
+    parts, random = form.opcode.split("."), random_of(form.opcode)
+    columns = [[*FLOATS[:11], *random.normal(size=32 - 11).tolist()] for _ in form.operands]
+    for column in columns[1:]:
+        random.shuffle(column)
+    if parts[0] == "cvt" and parts[-1] == "f32":
+        bits = [float_bits(value) for value in columns[0]]
+        yield _column_case(
+            form, f"{form.opcode} %out0, %in0;", [(32, bits)], [(64, [_f64_bits(float_of(x)) for x in bits])]
+        )
+    elif parts[0] == "cvt" and parts[-1] == "f64":
+        values = [value * (1 + 2.0**-30) for value in columns[0]]
+        inputs = [(64, [int(np.float64(value).view(np.uint64)) for value in values])]
+        results = [None if math.isnan(value) else float_bits(float(np.float32(value))) for value in values]
+        yield _column_case(form, f"{form.opcode} %out0, %in0;", inputs, [(32, results)])
+    elif parts[0] == "cvt":
+        bits, value_of = _typed(parts[-1])
+        numbers = pool(parts[-1])
+        results = [_f64_bits(float(value_of(number))) for number in numbers]
+        yield _column_case(form, f"{form.opcode} %out0, %in0;", [(bits, numbers)], [(64, results)])
+    else:
+        inputs = [(64, [int(np.float64(value).view(np.uint64)) for value in column]) for column in columns]
+        with np.errstate(all="ignore"):
+            function = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide}[parts[0]]
+            results = [_f64_bits(float(function(np.float64(a), np.float64(b)))) for a, b in zip(*columns, strict=True)]
+        yield _column_case(form, f"{form.opcode} %out0, %in0, %in1;", inputs, [(64, results)])
+
+
+def saturating_cases(form: isa.Form) -> Iterator[Case]:
+    values = [*FLOATS, *FLOATS[: 64 - len(FLOATS)]]
+    results = [bits_of(0.0 if math.isnan(x) or x <= 0 else min(x, 1.0)) for x in values]
+    inputs = [(32, [float_bits(value) for value in values])]
+    yield _column_case(form, f"{form.opcode} %out0, %in0;", inputs, [(32, results)])
+
+
+def _fp8_value(bits: int, exponent_bits: int) -> float:
+    mantissa_bits, bias = 7 - exponent_bits, 2 ** (exponent_bits - 1) - 1
+    exponent, mantissa = (bits & 127) >> mantissa_bits, bits & ((1 << mantissa_bits) - 1)
+    if exponent == 0:
+        size = math.ldexp(mantissa, 1 - bias - mantissa_bits)
+    else:
+        size = math.ldexp((1 << mantissa_bits) + mantissa, exponent - bias - mantissa_bits)
+    if exponent_bits == 5 and exponent == 31:
+        size = NAN if mantissa else INF
+    if exponent_bits == 4 and bits & 127 == 127:
+        size = NAN
+    return math.copysign(size, -1 if bits >> 7 else 1)
+
+
+@functools.cache
+def _fp8_numbers(exponent_bits: int) -> dict[int, float]:
+    """The finite numbers that are not negative, by their bits."""
+    numbers = {bits: _fp8_value(bits, exponent_bits) for bits in range(128)}
+    return {bits: number for bits, number in numbers.items() if math.isfinite(number)}
+
+
+def _fp8_bits(value: float, exponent_bits: int) -> int:
+    """The nearest finite number, in a tie the even one."""
+    if math.isnan(value):
+        return 0x7F
+    numbers = _fp8_numbers(exponent_bits)
+    nearest = min(numbers, key=lambda bits: (abs(min(abs(value), 1e9) - numbers[bits]), bits % 2))
+    return nearest | (128 if math.copysign(1, value) < 0 else 0)
+
+
+def fp8_cases(form: isa.Form) -> Iterator[Case]:
+    name = form.opcode
+    exponent_bits = 4 if "e4m3" in name else 5
+    if name.endswith(("m3x2", "m2x2")):  # from fp8, all of its numbers
+        pairs = [low | (low + 37) % 256 << 8 for low in range(256)]
+        numbers = [[_fp8_value(pair >> bit & 255, exponent_bits) for bit in (0, 8)] for pair in pairs]
+        results = [sixteen_bits(F16, low) | sixteen_bits(F16, high) << 16 for low, high in numbers]
+        yield _column_case(form, f"{name} %out0, %in0;", [(16, pairs)], [(32, results)])
+        return
+    # ties between neighbors, what is out of range, and random numbers
+    ties = [
+        (_fp8_value(bits, exponent_bits) + _fp8_value(bits + 1, exponent_bits)) / 2
+        for bits in (0, 1, 7, 8, 50, 51, 119)
+    ]
+    values = [*ties, *FLOATS, 447.0, 449.0, 464.0, 480.0, 57343.0, 61440.0, *random_of(name).normal(size=75).tolist()][
+        :128
+    ]
+    values += [0.0] * (128 - len(values))
+    if name.endswith("f16x2"):
+        halves = [sixteen_bits(F16, value) for value in values]
+        bits = [_fp8_bits(sixteen_value(F16, half), exponent_bits) for half in halves]
+        inputs = [(32, [low | high << 16 for low, high in zip(halves, halves[1:] + halves[:1], strict=True)])]
+        body = f"{name} %out0, %in0;"
+    else:
+        singles = [float_bits(value) for value in values]
+        bits = [_fp8_bits(float_of(single), exponent_bits) for single in singles]
+        inputs = [(32, singles[1:] + singles[:1]), (32, singles)]
+        body = f"{name} %out0, %in0, %in1;"
+    results = [low | high << 8 for low, high in zip(bits, bits[1:] + bits[:1], strict=True)]
+    yield _column_case(form, body, inputs, [(16, results)])
+
+
 # Loads and stores. Scratch has the data; shared memory gets a copy of it.
 
 TO_SHARED = """.reg .b64 %c0, %c1;
@@ -737,6 +893,71 @@ def store_cases(form: isa.Form) -> Iterator[Case]:
         yield Case(name, form.opcode, body, inputs, [(64, after[::2]), (64, after[1::2])], threads, scratch=words)
 
 
+def wide_access_cases(form: isa.Form) -> Iterator[Case]:
+    """256 bits: each even thread accesses its scratch and that of the next thread."""
+    type_, count = _element(form.opcode)
+    bits, name, loads = int(type_[1:]), case_name(form), form.opcode.startswith("ld")
+    words = random_words(name, 64)
+    names = [f"%{'out' if loads else 'in'}{i}" for i in range(count)]
+    vector = f"{{{', '.join(names)}}}"
+    odd = ".reg .b32 %odd; .reg .pred %p; and.b32 %odd, %t, 1; setp.eq.u32 %p, %odd, 0;\n"
+    if loads:
+        data = np.array(words, np.uint64).view(f"u{bits // 8}").reshape(16, count)
+        columns = [[int(data[t // 2, i]) if t % 2 == 0 else 0 for t in range(32)] for i in range(count)]
+        zeros = "".join(f"mov.b{bits} {register}, 0; " for register in names)
+        body = f"{odd}{zeros}@%p {form.opcode} {vector}, [%g];"
+        yield Case(name, form.opcode, body, [], [(bits, column) for column in columns], scratch=words)
+    else:
+        stored = np.array(random_words(f"{name} values", 64), np.uint64).view(f"u{bits // 8}").reshape(16, count)
+        inputs: list = [(bits, [int(stored[t // 2, i]) for t in range(32)]) for i in range(count)]
+        after = words_of(stored.tobytes())
+        body = f"{odd}@%p {form.opcode} [%g], {vector}; bar.warp.sync -1;\n{FROM_GLOBAL}"
+        yield Case(name, form.opcode, body, inputs, [(64, after[::2]), (64, after[1::2])], scratch=words)
+
+
+def local_cases(form: isa.Form) -> Iterator[Case]:
+    """Each thread stores in an array of its own, at an index that differs between threads, and loads from it."""
+    type_, count = _element(form.opcode)
+    size, bits = int(type_[1:]) // 8, max(int(type_[1:]), 16)
+    inputs: list = [
+        (bits, [word % (1 << 8 * size) for word in random_words(f"{case_name(form)} {i}", 32)]) for i in range(count)
+    ]
+    vector, ins, outs = (
+        "" if count == 1 else f".v{count}",
+        *(", ".join(f"%{kind}{i}" for i in range(count)) for kind in ("in", "out")),
+    )
+    if count > 1:
+        ins, outs = f"{{{ins}}}", f"{{{outs}}}"
+    place = ".local .align 16 .b8 ENTRY_array[512]; .reg .b64 %array, %index; mov.b64 %array, ENTRY_array;\n"
+    place += "mul.wide.u32 %index, %t, 16; add.u64 %array, %array, %index;\n"
+    body = f"st.local{vector}.{type_} [%array], {ins}; ld.local{vector}.{type_} {outs}, [%array];"
+    name = case_name(form)
+    if form.opcode.startswith("st.param"):  # of a call that needs an argument of each width
+        yield call_case(form, type_, inputs[0][1])
+    elif form.opcode.startswith("cvta"):
+        body = f"{form.opcode} %index, %array; sub.u64 %index, %index, %array; setp.ne.u64 %out0, %index, 0;"
+        yield Case(name, form.opcode, f"{place}{body}", [], [(1, [1] * 32)])
+    else:
+        yield Case(name, form.opcode, f"{place}{body}", inputs, inputs)
+
+
+def call_case(form: isa.Form, type_: str, values: list[int]) -> Case:
+    """A call of vprintf that prints nothing: its text is empty."""
+    body = f"""{{ .param .b64 text; .param .b64 arguments; .param .b32 result; .param .{type_} other;
+.reg .b64 %text; mov.b64 %text, nothing; cvta.global.u64 %text, %text;
+st.param.{type_} [other], %in0; st.param.b64 [text], %text; st.param.b64 [arguments], 0;
+call.uni (result), vprintf, (text, arguments); }} mov.b{max(int(type_[1:]), 16)} %out0, %in0;"""
+    column = [(max(int(type_[1:]), 16), values)]
+    declarations = """.extern .func (.param .b32 result) vprintf (.param .b64 text, .param .b64 arguments);
+.global .align 1 .b8 nothing[1] = {0};
+"""
+    return Case(case_name(form), form.opcode, body, column, column, declarations=declarations)
+
+
+def call_cases(form: isa.Form) -> Iterator[Case]:
+    yield call_case(form, "b32", list(range(32)))
+
+
 def _float_add(a: int, b: int) -> int:
     """ "atom.add.f32 on global memory flushes subnormal inputs and results to sign-preserving zero" """
     return bits_of(exact.flushed(exact.add(exact.flushed(float_of(a)), exact.flushed(float_of(b)))))
@@ -767,11 +988,15 @@ def atomic_cases(form: isa.Form) -> Iterator[Case]:
         new = [b if current == a else current for current, a, b in zip(old, *operands, strict=True)]
     else:
         meaning = _atomic_meaning(operation, type_)
+        if type_ == "f32" and ".shared" in form.opcode:  # "supports subnormal numbers"
+            meaning = lambda old, value: bits_of(exact.add(float_of(old), float_of(value)))  # noqa: E731
         new = [meaning(current, value) for current, value in zip(old, operands[0], strict=True)]
     scratch = [word for value in old for word in (value, 0)]
     ins = ", ".join(f"%in{i}" for i in range(len(operands)))
     returns = parts[0] == "atom"
     body = f"{form.opcode} {'%out1, ' if returns else ''}[%g], {ins};\nld.global.b{bits} %out0, [%g];"
+    if ".shared" in form.opcode:
+        body = TO_SHARED + body.replace("%g", "%s").replace("ld.global", "ld.shared")
     outputs: list = [(bits, new), *([(bits, old)] if returns else [])]
     yield Case(name, form.opcode, body, [(bits, column) for column in operands], outputs, threads, scratch=scratch)
 
@@ -827,11 +1052,33 @@ def redux_cases(form: isa.Form) -> Iterator[Case]:
         )
 
 
+def float_redux_cases(form: isa.Form) -> Iterator[Case]:
+    parts, name = form.opcode.split("."), case_name(form)
+    choose, nan = {"min": min, "max": max}[parts[2]], "NaN" in parts
+    for label, values in (
+        ("numbers", random_of(name).normal(size=32).tolist()),
+        ("NaN", FLOATS[:32]),
+        ("all NaN", [NAN] * 32),
+    ):
+        bits = [float_bits(value) for value in values]
+        for members in (ALL, 0x0000FFF0):
+            inside = [members >> lane & 1 for lane in range(32)]
+            sizes = [abs(value) if "abs" in parts else value for value in values]
+            chosen_ones = [size for size, is_in in zip(sizes, inside, strict=True) if is_in]
+            result = bits_of(functools.reduce(lambda a, b: _minimum(a, b, choose, nan), chosen_ones))
+            body = ".reg .pred %p; mov.b32 %out0, 0; setp.eq.u32 %p, %in1, 0;\n"
+            body += f"@%p bra SKIP; {form.opcode} %out0, %in0, {members}; SKIP:"
+            expected = [result if is_in else 0 for is_in in inside]
+            yield Case(f"{name} {label} {members:#x}", form.opcode, body, [(32, bits), (32, inside)], [(32, expected)])
+
+
 def vote_cases(form: isa.Form) -> Iterator[Case]:
     mode = form.opcode.split(".")[2]
     for label, votes in (("none", [0] * 32), ("some", random_of(mode).integers(0, 2, 32).tolist()), ("all", [1] * 32)):
         ballot = sum(vote << lane for lane, vote in enumerate(votes))
-        result = {"ballot": ballot, "any": int(any(votes)), "all": int(all(votes))}[mode]
+        result = {"ballot": ballot, "any": int(any(votes)), "all": int(all(votes)), "uni": int(len({*votes}) == 1)}[
+            mode
+        ]
         bits = 32 if mode == "ballot" else 1
         body = f"{form.opcode} %out0, %in0, -1;"
         yield Case(f"{case_name(form)} {label}", form.opcode, body, [(1, votes)], [(bits, [result] * 32)])
@@ -908,6 +1155,14 @@ ld.shared.b32 %out0, [%other];"""
         yield exchange_case(form, f"{fence}{opcode}; barrier.cluster.wait;")
     elif ".cluster.wait" in opcode:
         yield exchange_case(form, f"barrier.cluster.arrive; {opcode};")
+    elif ".red." in opcode:  # of both warps' predicates
+        operation = "popc" if ".popc." in opcode else "and" if ".and." in opcode else "or"
+        count = ", 64" if len(form.operands) == 3 else ""
+        for label, votes in (("none", [0] * 64), ("one", [int(t == 40) for t in range(64)]), ("all", [1] * 64)):
+            result = {"popc": sum(votes), "and": int(all(votes)), "or": int(any(votes))}[operation]
+            body = f"{opcode} %out0, 3{count}, %in0;"
+            outputs: list = [(32 if operation == "popc" else 1, [result] * 64)]
+            yield Case(f"{case_name(form)} {label}", opcode, body, [(1, votes)], outputs, 64)
     elif ".arrive" in opcode:
         sync = opcode.replace("arrive", "sync")
         yield exchange_case(form, f"@%p {opcode} 1, 64;\n@!%p {sync} 1, 64;", one_way=True)
@@ -1021,6 +1276,41 @@ def bulk_cases(form: isa.Form) -> Iterator[Case]:
     body = f"st.shared.b64 [%base], {words[20]}; st.shared.b64 [%base+8], {words[21]}; {FENCE}\n{copy}\n"
     body += "ld.global.b64 %out0, [%scratch+64]; ld.global.b64 %out1, [%scratch+72];"
     yield one_thread_case(form, body, [(64, after[0]), (64, after[1])], scratch=words)
+
+
+def prefetch_cases(form: isa.Form) -> Iterator[Case]:
+    policy = ", %policy" if "L2::cache_hint" in form.opcode else ""
+    if ".tensor" in form.opcode:
+        rank = int(re.search(r"\.([1-5])d\.", form.opcode)[1])
+        operands = f"[%map, {{{', '.join(['0'] * rank)}}}]{policy}"
+        head, tensor_map = f".reg .b64 %map; {MAP}", _tensor_map(rank)
+    else:
+        head, operands, tensor_map = "", f"[%scratch], 16{policy}", None
+    body = f"{head} {form.opcode} {operands}; mov.b32 %out0, 1;"
+    yield one_thread_case(form, body, [(32, 1)], scratch=[0] * (64 + TENSOR_WORDS), tensor_map=tensor_map)
+
+
+def copy_between_ctas_cases(form: isa.Form) -> Iterator[Case]:
+    """Two CTAs copy 16 bytes to each other."""
+    words = random_words(form.opcode, 4)
+    body = f""".reg .pred %p, %q; .reg .b32 %i, %bar, %to, %other, %far, %far_bar; .reg .b64 %state, %x, %y;
+mov.b32 %bar, %base; add.u32 %to, %base, 64; mov.u32 %i, %tid.x; setp.ne.u32 %p, %i, 0;
+mov.u32 %other, %cluster_ctarank; setp.eq.u32 %q, %other, 0; xor.b32 %other, %other, 1;
+selp.b64 %x, {words[0]}, {words[2]}, %q; selp.b64 %y, {words[1]}, {words[3]}, %q;
+@%p bra READY;
+st.shared.b64 [%base+32], %x; st.shared.b64 [%base+40], %y; {FENCE}
+{INIT.format(1)} mbarrier.arrive.expect_tx.shared.b64 %state, [%bar], 16;
+READY:
+{CLUSTER_BARRIER}
+@%p bra SKIP;
+mapa.shared::cluster.u32 %far, %to, %other; mapa.shared::cluster.u32 %far_bar, %bar, %other; add.u32 %i, %base, 32;
+{form.opcode} [%far], [%i], 16, [%far_bar];
+{_wait(0)}
+SKIP:
+{CLUSTER_BARRIER}
+ld.shared.b64 %out0, [%to]; ld.shared.b64 %out1, [%to+8];"""
+    outputs: list = [(64, [words[2 + i]] * 32 + [words[i]] * 32) for i in range(2)]
+    yield Case(case_name(form), form.opcode, body, [], outputs, threads=64, ctas=2)
 
 
 def thread_copy_cases(form: isa.Form) -> Iterator[Case]:
@@ -1251,10 +1541,17 @@ def wgmma_cases(form: isa.Form) -> Iterator[Case]:
     from_registers = form.operands[1].strip().startswith("&")
     random = random_of(form.opcode)
     a, b = (random.integers(-8, 9, (rows, k)).astype(np.float32) for rows in (64, n))
-    encode = {"bf16": lambda x: (x.view(np.uint32) >> 16).astype(np.uint16), "f16": np.float16, "tf32": np.float32}[
-        element
-    ]
-    data = _shared_layout(encode(a), 1) + _shared_layout(encode(b), 1)
+    encoders = {
+        "bf16": lambda x: (x.view(np.uint32) >> 16).astype(np.uint16),
+        "f16": np.float16,
+        "tf32": np.float32,
+        "e4m3": lambda x: np.array([_fp8_bits(value, 4) for value in range(-2, 2)], np.uint8)[x.astype(int) + 2],
+        "e5m2": lambda x: np.array([_fp8_bits(value, 5) for value in range(-2, 2)], np.uint8)[x.astype(int) + 2],
+    }
+    encode = encoders[form.opcode.split(".")[-2]]
+    if element in ("e4m3", "e5m2"):  # e5m2 lacks odd numbers from 9 on
+        a, b = (x % 4 - 2 for x in (a, b))
+    data = _shared_layout(encode(a), 1) + _shared_layout(encoders[element](b), 1)
     data += bytes(-len(data) % (8 * 128))
     copies = len(data) // (8 * 128)
     d = 2 * a @ b.T
@@ -1276,7 +1573,7 @@ def wgmma_cases(form: isa.Form) -> Iterator[Case]:
     registers = ", ".join(f"%out{i}" for i in range(n // 2))
     zeros = "".join(f"mov.b32 %out{i}, 0x7fc00000;\n" for i in range(n // 2))
     operand_a = "{%in0, %in1, %in2, %in3}" if from_registers else "%da"
-    transposes = "" if element == "tf32" else ", 0" if from_registers else ", 0, 0"
+    transposes = "" if element not in ("bf16", "f16") else ", 0" if from_registers else ", 0, 0"
     issue = f"{form.opcode} {{{registers}}}, {operand_a}, %db"
     body = f""".reg .b64 %from, %c, %da, %db, %wide; .reg .b32 %into, %first; .reg .pred %no, %yes;
 mad.wide.u32 %from, %t, 8, %scratch; mad.lo.u32 %into, %t, 8, %base;
@@ -1365,17 +1662,29 @@ def tcgen05_cases(form: isa.Form) -> Iterator[Case]:
 
 FAMILIES: list[tuple[str, Callable[[isa.Form], Iterator[Case]]]] = [
     (r"cvta\.(global|shared|to)|mapa\.", address_cases),
+    (r"shf\.", funnel_cases),
+    (r"lop3\.", lop3_cases),
+    (r"(add|mad)c?(\..*)?\.cc\.|(add|mad)c\.", carry_cases),
+    (r"(add|sub|mul|div)\..*f64$|cvt\..*f64", f64_cases),
+    (r"cvt\.sat\.f32", saturating_cases),
+    (r"cvt\..*(e4m3|e5m2)", fp8_cases),
+    (r"(ld|st)\.local|st\.param|cvta\.local", local_cases),
+    (r"call\.", call_cases),
+    (r"(ld|st)\..*(v8|v4\.[bu]64)", wide_access_cases),
     (r"ld\.", load_cases),
     (r"st\.async", async_store_cases),
     (r"st\.", store_cases),
     (r"(atom|red)\.", atomic_cases),
     (r"shfl\.", shuffle_cases),
+    (r"redux\..*f32", float_redux_cases),
     (r"redux\.", redux_cases),
     (r"vote\.", vote_cases),
     (r"elect\.", elect_cases),
     (r"(ld|st)matrix\.", matrix_cases),
     (r"bar(rier)?\.", barrier_cases),
     (r"mbarrier\.", mbarrier_cases),
+    (r"cp\.async\.bulk\.prefetch", prefetch_cases),
+    (r"cp\.async\.bulk\.shared::cluster\.shared", copy_between_ctas_cases),
     (r"cp\.(reduce\.)?async\.bulk\.tensor\.", tensor_cases),
     (r"prefetch.*\.tensormap", tensor_prefetch_cases),
     (r"cvta\.param", tensor_prefetch_cases),
@@ -1390,12 +1699,12 @@ FAMILIES: list[tuple[str, Callable[[isa.Form], Iterator[Case]]]] = [
 ]
 
 SM_100 = re.compile(
-    r"(add|sub|mul|fma)\..*(f32x2|f32\.bf16|f32\.f16)$|tcgen05\.|clusterlaunchcontrol\.|cp\..*\.cta_group"
+    r"(add|sub|mul|fma)\..*(f32x2|f32\.bf16|f32\.f16)$|tcgen05\.|clusterlaunchcontrol\.|cp\..*\.cta_group|redux\..*f32|(ld|st)\..*(v8|v4\.[bu]64)"
 )
 # Some forms differ in nothing but a shape, a number of registers or a hint. These are enough for every run.
 MANY = re.compile(r"wgmma\.mma_async|tcgen05\.(ld|st|mma)\.")
 ENOUGH = re.compile(
-    r"wgmma\..*m64n(8|24|64|128|192|256)k|tcgen05\.(ld|st)\..*\.x(2|16)\.|tcgen05\.mma\..*(kind::\w+|f16.*lastuse)$"
+    r"wgmma\..*m64n(8|24|64|128|192|256)k(8|16)\.|wgmma\..*m64n(64|256)k32|tcgen05\.(ld|st)\..*\.x(2|16)\.|tcgen05\.mma\..*(kind::\w+|f16.*lastuse)$"
 )
 
 

@@ -121,6 +121,23 @@ def test_which_gpus_run_a_target(target, runs_on):
     assert [name for name in ("h100", "b200", "b300") if gpus.can_run(gpus.NAMED[name], target)] == runs_on.split()
 
 
+@cute.experimental.kernel
+def copy_kernel(x: cute.Tensor, y: cute.Tensor):
+    thread, _, _ = cute.arch.thread_idx()
+    y[thread] = x[thread]
+
+
+@cute.experimental.jit
+def copy(x: cute.Tensor, y: cute.Tensor):
+    copy_kernel(x, y).launch(grid=[1, 1, 1], block=[300, 1, 1])
+
+
+def test_experimental_functions():
+    x, y = tensors()
+    emulator.compile(copy, x, y, gpu="b200")(x, y)
+    assert torch.equal(x, y)
+
+
 # load
 
 
@@ -132,6 +149,17 @@ def test_load(tmp_path):
     assert is_scaled(x, y, 4)
     with pytest.raises(ValueError, match="compiled for sm_90a; gpu is B200: sm_100a"):
         emulator.load(compiled, "b200")(x, y, 4.0)
+
+
+def test_load_of_a_function_compiled_with_cpu_tensors(tmp_path):
+    x, y = tensors()
+    options = f"--enable-tvm-ffi --keep-ptx --dump-dir {tmp_path} --gpu-arch sm_90a"
+    described = map(from_dlpack, (x, y))
+    compiled = cute.compile(
+        jit_functions.scale, *described, ONE, make_fake_stream(), options=options, no_jit_engine=True
+    )
+    emulator.load(compiled, "h100")(x, y, 4.0, 0)
+    assert is_scaled(x, y, 4)
 
 
 # replace_cuda
@@ -160,6 +188,14 @@ def test_a_library_in_the_block():
     assert len(report.launches) == 2
     assert not x.is_cuda
     assert before == (torch.cuda.is_available(), torch.cuda.get_device_properties, torch.Tensor.is_cuda, cute.compile)
+
+
+def test_compile_in_the_block():
+    x, y = tensors()
+    with emulator.replace_cuda("b200"), emulator.record() as report:
+        emulator.compile(jit_functions.scale, *fake(), ONE, ENV_STREAM, gpu="h100")(x, y, 2.0)
+        assert is_scaled(x, y, 2)
+    assert len(report.launches) == 1
 
 
 # The pytest plugin

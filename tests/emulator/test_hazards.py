@@ -5,6 +5,7 @@ Mistakes in a whole GEMM are in test_emulator_mistakes.py.
 
 import dataclasses
 import functools
+import gc
 import struct
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ import quackish
 from quackish import emulation, emulator
 from quackish.device.kernel_device import KernelDevice, substitute
 from quackish.device.kernel_for import CompiledKernel, request_for
-from quackish.emulator import Fault, decode, ptx
+from quackish.emulator import Fault, decode, grid, ptx
 from quackish.gpu import H200
 from tests.emulator.ptx import kernel, launch
 
@@ -65,6 +66,30 @@ def test_a_relaxed_arrival_orders_nothing():
     check(body.format("fence.acq_rel.cluster;" + relaxed), body.format(relaxed), "race: ")
     with pytest.raises(Fault, match="race: "):
         run(body.format("fence.mbarrier_init.release.cluster;" + relaxed))
+
+
+def test_a_relaxed_mbarrier_orders_behind_fences():
+    """The second warp reads what the first one has written before a relaxed arrival."""
+    begin = "@%first mbarrier.init.shared.b64 [%s+1024], 32; bar.sync 0; setp.lt.u32 %p, %t, 32;"
+    body = f"""{begin} @!%p bra WAIT; st.shared.u32 [%a], %t; {{}}
+.reg .b64 %state; mbarrier.arrive.relaxed.cta.shared.b64 %state, [%s+1024]; bra END;
+WAIT: mbarrier.try_wait.parity.relaxed.cta.shared.b64 %p, [%s+1024], 0; @!%p bra WAIT;
+{{}} ld.shared.u32 %v, [%a+-128]; END:"""
+    release, acquire = (
+        "fence.release.sync_restrict::shared::cta.cluster;",
+        "fence.acquire.sync_restrict::shared::cluster.cluster;",
+    )
+    race = "race: thread \\d+ reads shared memory"
+    check(body.format(release, acquire), body.format(release, ""), race)
+    check(body.format(release, acquire), body.format("", acquire), race)
+
+
+def test_atomic_operations_of_two_warps():
+    """They need no order among themselves, but what is not atomic does."""
+    begin = "@%first st.shared.u32 [%s], 0; bar.sync 0; atom.shared.add.u32 %v, [%s], 1;"
+    race = "race: thread \\d+ (reads|writes|changes) shared memory"
+    check(f"{begin} bar.sync 0; ld.shared.u32 %v, [%s];", f"{begin} ld.shared.u32 %v, [%s];", race)
+    check(begin, begin.replace("bar.sync 0;", ""), race)
 
 
 def test_memory_written_again_before_others_have_read():
@@ -362,6 +387,19 @@ def test_memory_of_the_launch_before_the_one_before():
         in_turn(first, LET + AWAIT, READ + AWAIT)
     with pytest.raises(Fault, match=r"no thread executes griddepcontrol.wait"):
         in_turn(first, "", AWAIT + READ)
+
+
+def test_launches_of_the_past_are_forgotten():
+    """A grid stays alive for messages about the next launches, but not longer."""
+    alive = []
+
+    def count(out):
+        gc.collect()
+        alive.append(sum(type(thing) is grid.Grid for thing in gc.get_objects()))
+
+    in_turn(*[AWAIT + LET + WRITE] * 3, between=count)
+    in_turn(*[AWAIT + LET + WRITE] * 8, between=count)
+    assert alive[0] == alive[1]
 
 
 def test_an_operation_between_launches_ends_the_first_one():

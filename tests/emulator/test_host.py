@@ -1,5 +1,6 @@
 """Compiled host code on a CPU: launches, their parameters, errors and threads."""
 
+import ctypes
 import dataclasses
 import struct
 import subprocess
@@ -11,8 +12,9 @@ import torch
 
 from quackish.device.choose import analytical
 from quackish.device.compile import compile_kernel, lock
-from quackish.emulator import host
-from quackish.emulator.errors import ToolMissing
+from quackish.emulator import host, tensor_map
+from quackish.emulator.errors import Fault, ToolMissing
+from quackish.emulator.swizzle import Swizzle
 from quackish.gpu import B200, H200
 from quackish.ops.rms_norm.problems import RmsNormFwdProblem
 
@@ -142,3 +144,69 @@ def test_host_code_that_calls_something_unknown_does_not_load(exported, monkeypa
 def test_a_function_without_ptx_is_refused():
     with pytest.raises(ValueError, match="--keep-ptx"):
         host.export(torch.nn.Identity())
+
+
+# Tensor maps that host code encodes with cuTensorMapEncodeTiled
+
+
+@pytest.fixture(scope="module")
+def encode(tmp_path_factory):
+    """_cuTensorMapEncodeTiled of the shim as a function that returns (error, the 128 bytes)."""
+    folder = tmp_path_factory.mktemp("shim")
+    (folder / "shim.o").write_bytes(host._shim())
+    subprocess.run(["ld", "-shared", "-o", "shim.so", "shim.o"], cwd=folder, check=True)
+    library = ctypes.CDLL(str(folder / "shim.so"))
+
+    def call(type_, address, sizes, strides, box, swizzle=0, interleave=0):
+        data = (ctypes.c_uint64 * 16)()
+        wide = ((ctypes.c_uint64 * 5)(*values) for values in (sizes, strides))
+        narrow = ((ctypes.c_uint * 5)(*values) for values in (box, [1] * 5))
+        where = ctypes.c_void_p(address)
+        error = library._cuTensorMapEncodeTiled(
+            data, type_, len(sizes), where, *wide, *narrow, interleave, swizzle, 2, 0
+        )
+        return error, bytes(data)
+
+    return call
+
+
+def test_encoded_tensor_maps(encode):
+    far = 16 * (1 << 33) + 32  # a stride of more than 32 bits
+    sizes, strides, box = (64, 3, 4, 5, 1 << 32), (128, 256, 512, far), (64, 2, 3, 1, 256)
+    error, data = encode(9, 0x7F00_0000_1230, sizes, strides, box, swizzle=3)
+    assert error == 0
+    assert tensor_map.decode(data) == tensor_map.TensorMap(0x7F00_0000_1230, "bf16", sizes, strides, box, Swizzle.B128)
+    for type_, element in {
+        0: "u8",
+        1: "u16",
+        2: "u32",
+        3: "s32",
+        4: "u64",
+        5: "s64",
+        6: "f16",
+        7: "f32",
+        11: "f32",
+    }.items():
+        error, data = encode(type_, 64, (256, 8), (2048,), (16, 8))
+        assert (error, tensor_map.decode(data).element) == (0, element)
+    error, data = encode(7, 64, (256, 8), (2048,), (32, 8), swizzle=4)
+    assert tensor_map.decode(data).swizzle is Swizzle.B128_ATOM_32B
+
+
+def test_tensor_maps_that_the_driver_refuses(encode):
+    invalid, unsupported = 1, 801
+    assert encode(7, 8, (256, 8), (1024,), (16, 8))[0] == invalid  # an address that is no multiple of 16
+    assert encode(7, 64, (256, 8), (1016,), (16, 8))[0] == invalid
+    assert encode(7, 64, (256, 8), (1024,), (16, 257))[0] == invalid
+    assert encode(7, 64, (256, 0), (1024,), (16, 8))[0] == invalid
+    assert encode(8, 64, (256, 8), (2048,), (16, 8))[0] == unsupported  # fp64
+    assert encode(7, 64, (256, 8), (1024,), (16, 8), interleave=1)[0] == unsupported
+
+
+def test_host_code_that_asserts_success():
+    """The caller gets an error, and a handler's error comes first."""
+    code = host.HostCode(lambda error: host._fail(error), None, None)
+    with pytest.raises(Fault, match="with an invalid argument: error 1"):
+        code.call(None, 1)
+    with pytest.raises(Fault, match="that the emulator lacks: error 801"):
+        code.call(None, 801)

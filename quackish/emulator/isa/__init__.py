@@ -53,6 +53,7 @@ TABLE: dict[str, list[Form]] = {}  # by opcode with all modifiers; filled by `lo
 _CHAPTERS = (
     "arithmetic",
     "async_copy",
+    "calls",
     "control_flow",
     "conversion",
     "data_movement",

@@ -5,7 +5,7 @@ import functools
 import numpy as np
 
 from quackish.emulator import numbers
-from quackish.emulator.isa import instruction
+from quackish.emulator.isa import action, instruction
 
 # Integers. Results wrap around, as numpy's do.
 
@@ -37,6 +37,17 @@ def mul_wide(a, b):
 @instruction("mul.hi.{u16,s16,u32,s32}", "T = T, T")
 def mul_high(a, b):
     return mul_wide(a, b) >> (8 * a.dtype.itemsize)
+
+
+@instruction("mul.hi.{u64,s64}", "T = T, T")
+def mul_high_64(a, b):
+    """The sum of the products of 32-bit halves; the upper half of a signed number has the sign."""
+    half, low = a.dtype.type(32), a.dtype.type(0xFFFFFFFF)
+    a_low, a_high, b_low, b_high = a & low, a >> half, b & low, b >> half
+    lowest = (a_low.astype(np.uint64) * b_low.astype(np.uint64) >> np.uint64(32)).astype(a.dtype)
+    middle = a_high * b_low + lowest
+    other = a_low * b_high + (middle & low)
+    return a_high * b_high + (middle >> half) + (other >> half)
 
 
 @instruction("mad.lo.{u16,s16,u32,s32,u64,s64}", "T = T, T, T")
@@ -110,6 +121,32 @@ def abs_integer(a):
 @instruction("popc.b64", "u32 = u64")
 def popc(a):
     return np.bitwise_count(a)
+
+
+# Sums with a carry, for which each thread has a register: CC.CF.
+
+
+def _declare_carry(operation, part, count, total_of):
+    """Declares an instruction that sets the carry, one that adds it, and one that does both."""
+    for opcode, adds, sets in (
+        (f"{operation}{part}.cc", False, True),
+        (f"{operation}c{part}", True, False),
+        (f"{operation}c{part}.cc", True, True),
+    ):
+
+        @action(f"{opcode}.u32", f"u32 = {', '.join(['u32'] * count)}")
+        def with_carry(lanes, *values, adds=adds, sets=sets):
+            total = total_of(*(value.astype(np.uint64) for value in values))
+            if adds:
+                total += lanes.cta.carry[lanes.threads]
+            if sets:
+                lanes.cta.carry[lanes.threads] = total >> np.uint64(32) != 0
+            return total.astype(np.uint32)
+
+
+_declare_carry("add", "", 2, lambda a, b: a + b)
+_declare_carry("mad", ".lo", 3, lambda a, b, c: (a * b & np.uint64(0xFFFFFFFF)) + c)
+_declare_carry("mad", ".hi", 3, lambda a, b, c: (a * b >> np.uint64(32)) + c)
 
 
 # fp32
@@ -190,6 +227,14 @@ def mul_flushing(a, b):
     result = numbers.mul(a, b)
     is_subnormal = np.abs(np.multiply(a, b, dtype=np.float64)) < 2.0**-126  # exact in fp64
     return np.where(is_subnormal, np.copysign(np.float32(0), result), result)
+
+
+# fp64. Its NaN keeps the payload of an operand, as numpy's does; fma would need more bits than numpy has.
+
+instruction("add{,.rn}.f64", "f64 = f64, f64")(np.add)
+instruction("sub{,.rn}.f64", "f64 = f64, f64")(np.subtract)
+instruction("mul{,.rn}.f64", "f64 = f64, f64")(np.multiply)
+instruction("div.rn.f64", "f64 = f64, f64")(np.divide)
 
 
 # Pairs of fp32 numbers (sm_100)

@@ -46,6 +46,38 @@ def _bulk_load(lanes, thread, destination, source, size, barrier_address):
     lanes.cta.grid.completion.copy(copy)
 
 
+@action("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes", "[u32], [u32], u32, [u32]")
+def bulk_copy_between_ctas(lanes, destinations, sources, sizes, barriers):
+    """From the CTA's shared memory to that of a CTA of its cluster, whose mbarrier it signals."""
+    for thread, destination, source, size, barrier_address in zip(
+        *(x.tolist() for x in (lanes.threads, destinations, sources, sizes, barriers)), strict=True
+    ):
+        _check_bulk(source, destination, size)
+        cta, target, barrier = lanes.cta, cta_of(lanes, destination), mbarrier_at(lanes, barrier_address)
+        if cta_of(lanes, barrier_address) is not target:
+            raise Fault("cp.async.bulk: the mbarrier is not in the CTA of the destination")
+        offset, races = destination & OFFSET_MASK, cta.grid.races
+        place, data = target.shared.bytes_at(offset, size), cta.shared.bytes_at(source & OFFSET_MASK, size)
+        component = cta.cluster.clocks.component(barrier)
+        warp = [races.first_warp(cta) + thread // WARP]
+        granules = cta.shared.races.granules(source & OFFSET_MASK, size)
+        cta.shared.races.read_later(granules, warp, component, barrier.phase + 1)
+        races.copy_to(target, target.shared.races.granules(offset, size), thread, cta, barrier)
+
+        def copy(place=place, data=data, barrier=barrier, size=size):
+            place[:] = data
+            barrier.complete(size)
+
+        cta.grid.completion.copy(copy)
+
+
+@action("cp.async.bulk.prefetch.L2.global", "[u64], u32")
+@action("cp.async.bulk.prefetch.L2.global.L2::cache_hint", "[u64], u32, u64")
+def bulk_prefetch(lanes, sources, sizes, policies=None):
+    for source, size in zip(sources.tolist(), sizes.tolist(), strict=True):
+        _check_bulk(source, 0, size)
+
+
 @action("cp.async.bulk.global.shared::cta.bulk_group", "[u64], [u32], u32")
 @action("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint", "[u64], [u32], u32, u64")
 def bulk_store(lanes, destinations, sources, sizes, policies=None):
@@ -250,6 +282,17 @@ def _load_box(lanes, i, tensors, barrier_address, destination, ranks, signaled):
     grid.completion.copy(copy)
 
 
+def _declare_tensor_prefetch(rank):
+    opcode = f"cp.async.bulk.prefetch.tensor.{rank}d.L2.global{{,.tile}}"
+
+    @action(opcode, f"[u64;{rank}]")
+    @action(f"{opcode}.L2::cache_hint", f"[u64;{rank}], u64")
+    def prefetch(lanes, tensors, policies=None):
+        addresses, columns = tensors
+        for i in range(lanes.count):
+            _tensor_map(lanes, int(addresses[i])).window(_coordinates(columns, i))  # checks both
+
+
 def _declare_tensor_store(rank):
     def store(lanes, tensors, sources, policies=None):
         _store_boxes(lanes, tensors, sources, add=False)
@@ -314,4 +357,5 @@ def _nothing():
 
 for _rank in range(1, 6):
     _declare_tensor_load(_rank)
+    _declare_tensor_prefetch(_rank)
     _declare_tensor_store(_rank)

@@ -37,6 +37,18 @@ for _to in ("u32", "s32", "u64", "s64"):
             )
         )
 
+instruction("cvt.f64.f32", "f64 = f32")(lambda a: np.asarray(a).astype(np.float64))
+instruction("cvt.rn.f32.f64", "f32 = f64")(lambda a: numbers.canonical(np.asarray(a).astype(np.float32)))
+instruction("cvt.rn.f64.{u32,s32,u64,s64}", "f64 = T")(lambda a: np.asarray(a).astype(np.float64))
+
+
+@instruction("cvt.sat.f32.f32", "f32 = f32")
+def saturated(a):
+    """ ".sat limits the result to [0.0, 1.0]. NaN results are flushed to +0.0f." (PTX, cvt: .sat)"""
+    a = np.asarray(a)
+    return np.where(a > 0, np.minimum(a, np.float32(1)), np.float32(0))
+
+
 instruction("cvt.f32.bf16", "f32 = u16")(numbers.bf16_to_f32)
 instruction("cvt.f32.f16", "f32 = u16")(numbers.f16_to_f32)
 instruction("cvt.rn.bf16.f32", "u16 = f32")(numbers.f32_to_bf16)
@@ -52,3 +64,27 @@ def f32_to_bf16x2(high, low):
 @instruction("cvt.rn.f16x2.f32", "u32 = f32, f32")
 def f32_to_f16x2(high, low):
     return numbers.pack16(numbers.f32_to_f16(low), numbers.f32_to_f16(high))
+
+
+# fp8, in pairs: "the value converted from input a is stored in the upper half of d" (PTX, cvt)
+
+for _type, _to_f32, _from_f32 in (
+    ("e4m3x2", numbers.e4m3_to_f32, numbers.f32_to_e4m3),
+    ("e5m2x2", numbers.e5m2_to_f32, numbers.f32_to_e5m2),
+):
+
+    @instruction(f"cvt.rn.satfinite.{_type}.f32", "u16 = f32, f32")
+    def f32_to_fp8x2(high, low, convert=_from_f32):
+        return convert(low).astype(np.uint16) | convert(high).astype(np.uint16) << np.uint16(8)
+
+    @instruction(f"cvt.rn.satfinite.{_type}.f16x2", "u16 = u32")
+    def f16x2_to_fp8x2(a, convert=f32_to_fp8x2):
+        low, high = (numbers.f16_to_f32((np.asarray(a) >> np.uint32(bit)).astype(np.uint16)) for bit in (0, 16))
+        return convert(high, low)
+
+    @instruction(f"cvt.rn.f16x2.{_type}", "u32 = u16")
+    def fp8x2_to_f16x2(a, convert=_to_f32):
+        """Exact: fp16 has all numbers of both types."""
+        a = np.asarray(a)
+        low, high = (convert((a >> np.uint16(bit)).astype(np.uint8)) for bit in (0, 8))
+        return numbers.pack16(numbers.f32_to_f16(low), numbers.f32_to_f16(high))

@@ -4,7 +4,7 @@ import numpy as np
 
 from quackish.emulator.errors import Fault
 from quackish.emulator.isa import action, instruction
-from quackish.emulator.memory import OFFSET_MASK, PARAMETER_WINDOW, RANK_SHIFT, SHARED_WINDOW
+from quackish.emulator.memory import LOCAL_WINDOW, OFFSET_MASK, PARAMETER_WINDOW, RANK_SHIFT, SHARED_WINDOW
 from quackish.emulator.threads import U128
 
 # mov
@@ -76,6 +76,11 @@ def generic_to_shared(a):
 @instruction("cvta.param.u64", "u64 = u64")
 def parameter_to_generic(a):
     return a + np.uint64(PARAMETER_WINDOW)
+
+
+@instruction("cvta.local.u64", "u64 = u64")
+def local_to_generic(a):
+    return a + np.uint64(LOCAL_WINDOW)
 
 
 @instruction("cvta{,.to}.global.u64", "u64 = u64")
@@ -177,7 +182,7 @@ def by_cta(lanes, addresses):
     grid.executing = lanes
 
 
-def _declare_loads(type_, count):
+def _declare_loads(type_, count, only_global=False):
     vector, result = ("", f"~{type_}") if count == 1 else (f".v{count}", f"{{~{type_}*{count}}}")
     width, dtype = _width(type_), _dtype(type_)
 
@@ -202,12 +207,16 @@ def _declare_loads(type_, count):
         action(f"{opcode}{vector}.{type_}", f"{result} = [u64]")(load_global)
     for opcode in _POLLING_LOADS:
         action(f"{opcode}{vector}.{type_}", f"{result} = [u64]", polls=True)(poll_global)
+    if type_ in ("b32", "u32", "b64", "u64") and count == 1:  # as inline assembly writes it
+        action(f"ld.global.acquire.gpu.{type_}", f"{result} = [u64]", polls=True)(poll_global)
+    if only_global:
+        return
     action(f"ld.shared{{,::cta}}{vector}.{type_}", f"{result} = [u32]")(load_shared)
     if count == 1 and type_ in _OF_OTHER_CTAS:
         action(f"ld.shared::cluster{vector}.{type_}", f"{result} = [u32]")(load_cluster)
 
 
-def _declare_stores(type_, count):
+def _declare_stores(type_, count, only_global=False):
     vector, operand = ("", f"~{type_}") if count == 1 else (f".v{count}", f"{{~{type_}*{count}}}")
     unsigned = np.dtype(f"u{_width(type_)}")
 
@@ -231,6 +240,8 @@ def _declare_stores(type_, count):
     # Compilers make stores with this hint of bits alone.
     for opcode in (*_STORES, "st.global.L1::no_allocate") if type_[0] == "b" else _STORES:
         action(f"{opcode}{vector}.{type_}", f"[u64], {operand}")(store_global)
+    if only_global:
+        return
     action(f"st.shared{{,::cta}}{vector}.{type_}", f"[u32], {operand}")(store_shared)
     if count == 1 and type_ in _OF_OTHER_CTAS:
         action(f"st.shared::cluster{vector}.{type_}", f"[u32], {operand}")(store_cluster)
@@ -241,6 +252,40 @@ for _type in _TYPES:
         if _width(_type) * _count <= 16:
             _declare_loads(_type, _count)
             _declare_stores(_type, _count)
+
+
+# The memory of a thread alone: arrays of registers with an index that is not constant. st.param gives a call its
+# parameters.
+
+
+def _declare_local(type_, count):
+    vector, value = ("", f"~{type_}") if count == 1 else (f".v{count}", f"{{~{type_}*{count}}}")
+    dtype = _dtype(type_)
+
+    @action(f"ld.local{vector}.{type_}", f"{value} = [u64]")
+    def load(lanes, addresses):
+        values = lanes.cta.local.load(lanes.threads, addresses, dtype.itemsize * count).view(dtype)
+        return values[:, 0] if count == 1 else values.T
+
+    @action(f"st.local{vector}.{type_}", f"[u64], {value}")
+    def store(lanes, addresses, values):
+        words = np.stack([value.astype(dtype) for value in ([values] if count == 1 else values)], axis=1)
+        lanes.cta.local.store(lanes.threads, addresses, words.view(np.uint8))
+
+    if count == 1:
+        action(f"st.param.{type_}", f"[u64], {value}")(store)
+
+
+for _type in ("b8", "b16", "b32", "b64"):
+    for _count in (1, 2, 4):
+        if _width(_type) * _count <= 16:
+            _declare_local(_type, _count)
+
+
+# 256 bits (sm_100)
+for _type, _count in (("b32", 8), ("u32", 8), ("f32", 8), ("b64", 4), ("u64", 4)):
+    _declare_loads(_type, _count, only_global=True)
+    _declare_stores(_type, _count, only_global=True)
 
 
 # Prefetches change nothing but times.

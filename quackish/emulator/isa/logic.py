@@ -5,7 +5,7 @@ import operator
 import numpy as np
 
 from quackish.emulator import numbers
-from quackish.emulator.isa import instruction
+from quackish.emulator.isa import action, instruction
 
 # Logic
 
@@ -36,6 +36,33 @@ def shr_unsigned(a, amount):
 def shr_signed(a, amount):
     """ "Signed shifts fill with the sign bit": N places leave what N - 1 leave."""
     return np.right_shift(a, np.minimum(amount, 8 * a.dtype.itemsize - 1).astype(a.dtype))
+
+
+# Two registers as one of 64 bits, shifted. `.wrap` takes the amount modulo 32, `.clamp` at most 32. (PTX, shf)
+
+
+def _declare_funnel(direction, mode):
+    @instruction(f"shf.{direction}.{mode}.b32", "u32 = u32, u32, u32")
+    def shift(low, high, amount):
+        both = np.asarray(high).astype(np.uint64) << np.uint64(32) | np.asarray(low).astype(np.uint64)
+        amount = amount & np.uint32(31) if mode == "wrap" else np.minimum(amount, np.uint32(32))
+        distance = np.asarray(amount).astype(np.uint64)
+        return (both >> (distance if direction == "r" else np.uint64(32) - distance)).astype(np.uint32)
+
+
+for _direction in ("l", "r"):
+    for _mode in ("wrap", "clamp"):
+        _declare_funnel(_direction, _mode)
+
+
+@action("lop3.b32", "u32 = u32, u32, u32, immediate")
+def lop3(lanes, a, b, c, table):
+    """Any function of three bits: `table` has the result for each of their values."""
+    result = np.zeros_like(a)
+    for i in range(8):
+        if table >> i & 1:
+            result |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
+    return result
 
 
 # Comparison. Floating-point comparisons are ordered: false if an operand is NaN. Those that end in "u" are unordered.

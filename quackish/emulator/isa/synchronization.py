@@ -55,6 +55,41 @@ def barrier_arrive(lanes, numbers, counts):
     _arrive(lanes, numbers, _one_count(counts))
 
 
+def _declare_barrier_reduction(name, type_, reduce):
+    """Declares barriers that return one value of all threads' predicates."""
+
+    @control(
+        f"{{bar.red.{name},barrier.cta.red.{name},barrier.cta.red.{name}.aligned}}.{type_}",
+        f"{type_} = u32, pred",
+        "warp",
+    )
+    def reduce_all(lanes, following, writers, numbers, votes):
+        _vote(lanes, following, writers, numbers, None, votes)
+
+    @control(
+        f"{{bar.red.{name},barrier.cta.red.{name},barrier.cta.red.{name}.aligned}}.{type_}",
+        f"{type_} = u32, u32, pred",
+        "warp",
+    )
+    def reduce_some(lanes, following, writers, numbers, counts, votes):
+        _vote(lanes, following, writers, numbers, _one_count(counts), votes)
+
+    def _vote(lanes, following, writers, numbers, count, votes):
+        (write,) = writers
+        for number in np.unique(numbers).tolist():
+            chosen = numbers == number
+            part = lanes.cta.lanes(lanes.subset_of_active(chosen))
+            barrier = barriers.named_barrier(lanes.cta, number)
+            barrier.votes.append(votes[chosen])
+            barrier.results.append(lambda votes, part=part: write(part, np.full(part.count, reduce(votes))))
+            _arrive(part, numbers[chosen], count, following)
+
+
+_declare_barrier_reduction("popc", "u32", lambda votes: np.uint32(np.count_nonzero(votes)))
+_declare_barrier_reduction("and", "pred", np.all)
+_declare_barrier_reduction("or", "pred", np.any)
+
+
 # The barrier of a cluster. Without .aligned, threads of a warp may come apart.
 
 
@@ -111,7 +146,8 @@ def mbarrier_invalidate(lanes, addresses):
 def _arrive_at(lanes, addresses, counts, sizes=None):
     """Each thread arrives at its mbarrier; with sizes, it expects these bytes first. Returns states."""
     states = []
-    clock = lanes.cta.grid.races.release(lanes)
+    races, is_relaxed = lanes.cta.grid.races, ".relaxed" in lanes.cta.grid.opcode
+    clock = races.release_relaxed(lanes) if is_relaxed else races.release(lanes)
     for i, address in enumerate(addresses.tolist()):
         barrier = mbarrier_at(lanes, address)
         barrier.arrived = joined(barrier.arrived, clock)
@@ -122,29 +158,38 @@ def _arrive_at(lanes, addresses, counts, sizes=None):
     return np.array(states, np.uint64)
 
 
-@action("mbarrier.arrive{,.release.cta,.release.cluster}.shared{,::cta,::cluster}.b64", "u64 = [u32]")
+@action(
+    "mbarrier.arrive{,.release.cta,.release.cluster,.relaxed.cta,.relaxed.cluster}.shared{,::cta,::cluster}.b64",
+    "u64 = [u32]",
+)
 def mbarrier_arrive(lanes, addresses):
     return _arrive_at(lanes, addresses, 1)
 
 
-@action("mbarrier.arrive{,.release.cta,.release.cluster}.shared{,::cta,::cluster}.b64", "u64 = [u32], u32")
+@action(
+    "mbarrier.arrive{,.release.cta,.release.cluster,.relaxed.cta,.relaxed.cluster}.shared{,::cta,::cluster}.b64",
+    "u64 = [u32], u32",
+)
 def mbarrier_arrive_count(lanes, addresses, counts):
     return _arrive_at(lanes, addresses, counts)
 
 
-@action("mbarrier.arrive.expect_tx{,.release.cta,.release.cluster}.shared{,::cta,::cluster}.b64", "u64 = [u32], u32")
+@action(
+    "mbarrier.arrive.expect_tx{,.release.cta,.release.cluster,.relaxed.cta,.relaxed.cluster}.shared{,::cta,::cluster}.b64",
+    "u64 = [u32], u32",
+)
 def mbarrier_arrive_expect(lanes, addresses, sizes):
     """ "an expect-tx operation is performed prior to the arrive-on operation" """
     return _arrive_at(lanes, addresses, 1, sizes)
 
 
-@action("mbarrier.expect_tx.relaxed.{cta,cluster}.shared{::cta,::cluster}.b64", "[u32], u32")
+@action("mbarrier.expect_tx.relaxed.{cta,cluster}.shared{,::cta,::cluster}.b64", "[u32], u32")
 def mbarrier_expect(lanes, addresses, sizes):
     for address, size in zip(addresses.tolist(), sizes.tolist(), strict=True):
         mbarrier_at(lanes, address).expect(size)
 
 
-_SCOPES = "{,.acquire.cta,.acquire.cluster}.shared{,::cta}.b64"
+_SCOPES = "{,.acquire.cta,.acquire.cluster,.relaxed.cta,.relaxed.cluster}.shared{,::cta}.b64"
 
 
 @control(f"mbarrier.try_wait.parity{_SCOPES}", "pred = [u32], u32", repeats=True)
@@ -178,10 +223,16 @@ def _try_wait(lanes, following, writers, offset, parity):
         cta.failed_waits.add(attempt)  # the time limit has passed at once
         cta.grid.num_events += 1
     if completed:
-        cta.grid.races.acquire(lanes, barrier.completed)
+        _observe(lanes, barrier)
     cta.expired_waits &= ~lanes.mask
     write(lanes, np.full(lanes.count, completed))
     return following
+
+
+def _observe(lanes, barrier):
+    """Orders the end of the mbarrier's last phase before what these threads do next; `.relaxed`, behind a fence."""
+    races = lanes.cta.grid.races
+    (races.acquire_at_fence if ".relaxed" in lanes.cta.grid.opcode else races.acquire)(lanes, barrier.completed)
 
 
 @action(f"mbarrier.test_wait.parity{_SCOPES}", "pred = [u32], u32", polls=True)
@@ -192,7 +243,7 @@ def mbarrier_test_wait(lanes, addresses, parities):
         barrier = _used(lanes, barriers.mbarrier_at(lanes.cta, offset))
         results.append(barrier.has_completed(parity))
         if results[-1]:
-            lanes.cta.grid.races.acquire(lanes.cta.lanes(1 << int(lanes.threads[i])), barrier.completed)
+            _observe(lanes.cta.lanes(1 << int(lanes.threads[i])), barrier)
     return np.array(results)
 
 
@@ -200,6 +251,10 @@ def mbarrier_test_wait(lanes, addresses, parities):
 
 
 @action("fence.{sc,acq_rel}.{cta,cluster,gpu,sys}", "")
+@action("fence.acquire.sync_restrict::shared::cluster.cluster", "")
+@action("fence.release.sync_restrict::shared::cta.cluster", "")
+@action("fence.proxy.async::generic.acquire.sync_restrict::shared::cluster.cluster", "")
+@action("fence.proxy.async::generic.release.sync_restrict::shared::cta.cluster", "")
 @action("fence.mbarrier_init.release.cluster", "")
 @action("fence.proxy.async{,.global,.shared::cta,.shared::cluster}", "")
 @action("membar.{cta,gl,sys}", "")
@@ -264,6 +319,23 @@ def _atomically(lanes, addresses, operation, values, dtype, counted=True):
     return old
 
 
+def _atomically_in_shared(lanes, addresses, new_of, dtype):
+    """Changes words of this CTA's shared memory, one thread after another. The operations are relaxed: no order.
+
+    new_of: a function of the old value and the position of the thread. Returns the old values.
+    """
+    shared, offsets = lanes.cta.shared, offsets_in_cta(lanes, addresses)
+    shared.check_atomic(offsets, dtype.itemsize)
+    cells, old = shared.views[dtype.itemsize].view(dtype), np.empty(len(offsets), dtype)
+    for i, cell in enumerate((offsets // dtype.itemsize).tolist()):
+        old[i] = cells[cell]
+        new = new_of(old[i].item(), i)
+        # "atom.add.f32 on shared memory supports subnormal numbers" (PTX, atom)
+        cells[cell] = numbers.canonical(dtype.type(new)) if dtype.kind == "f" else _wrapped(new, dtype)
+    lanes.cta.grid.num_events += 1
+    return old
+
+
 # PTX has the order and scope in front of the space; ptxas also takes them after it, where the scope is .gpu if missing.
 _ATOM = (
     "{atom.relaxed.gpu.global,atom.acquire.gpu.global,atom.release.gpu.global,atom.acq_rel.gpu.global,atom.global,"
@@ -279,8 +351,16 @@ def _declare_atomic(name, operation, type_):
     def atom(lanes, addresses, values):
         return _atomically(lanes, addresses, operation, values, dtype)
 
+    @action(f"atom.shared.{name}.{type_}", f"{type_} = [u32], {type_}", polls=True)
+    def atom_shared(lanes, addresses, values):
+        return _atomically_in_shared(lanes, addresses, lambda old, i: operation(old, values[i].item()), dtype)
+
     if name == "exch":  # there is no red.exch
         return
+
+    @action(f"red.shared.{name}.{type_}", f"[u32], {type_}")
+    def red_shared(lanes, addresses, values):
+        atom_shared(lanes, addresses, values)
 
     @action(f"{_RED}.{name}.{type_}", f"[u64], {type_}")
     def red(lanes, addresses, values):
@@ -306,3 +386,11 @@ def compare_and_swap(lanes, addresses, expected, new):
             counted=False,  # a loop may try until it finds what it expects, which depends on the order of threads
         )[0]
     return old
+
+
+@action("atom.shared.cas.{b32,b64}", "T = [u32], T, T", polls=True)
+def compare_and_swap_shared(lanes, addresses, expected, new):
+    def new_of(old, i):
+        return new[i].item() if old == expected[i] else old
+
+    return _atomically_in_shared(lanes, addresses, new_of, expected.dtype)

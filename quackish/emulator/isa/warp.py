@@ -1,7 +1,10 @@
 """Instructions by which the threads of a warp work together."""
 
+import functools
+
 import numpy as np
 
+from quackish.emulator import numbers
 from quackish.emulator.errors import Fault
 from quackish.emulator.isa import action
 from quackish.emulator.threads import WARP
@@ -104,6 +107,27 @@ _declare_logical_redux("or", np.bitwise_or.reduce, 0)
 _declare_logical_redux("xor", np.bitwise_xor.reduce, 0)
 
 
+def _declare_float_redux(name, absolute, nan):
+    """Declares redux.sync of fp32 (sm_100). As for min and max, NaN gives way to numbers unless there is .NaN."""
+
+    @action(f"redux.sync.{name}{'.abs' if absolute else ''}{'.NaN' if nan else ''}.f32", "f32 = f32, u32", "members")
+    def redux(lanes, a, members):
+        _check_members(lanes, members)
+        values, present = _spread(lanes, np.abs(a) if absolute else a)
+        combine = functools.partial(numbers.minimum if name == "min" else numbers.maximum, nan=nan)
+        if present is not None:
+            first = np.take_along_axis(values, present.argmax(axis=1)[:, None], 1)
+            values = np.where(present, values, first)
+        result = functools.reduce(combine, values.T)
+        return _gather(lanes, np.repeat(result, WARP))
+
+
+for _name in ("min", "max"):
+    for _absolute in (False, True):
+        for _nan in (False, True):
+            _declare_float_redux(_name, _absolute, _nan)
+
+
 def _votes(lanes, predicate, otherwise):
     """The predicates as (warps, 32), with `otherwise` for threads that do not vote."""
     values, present = _spread(lanes, predicate)
@@ -127,6 +151,13 @@ def vote_any(lanes, predicate, members):
 def vote_all(lanes, predicate, members):
     _check_members(lanes, members)
     return _gather(lanes, np.repeat(_votes(lanes, predicate, True).all(axis=1), WARP))
+
+
+@action("vote.sync.uni.pred", "pred = pred, u32", converged="members")
+def vote_uniform(lanes, predicate, members):
+    _check_members(lanes, members)
+    uniform = _votes(lanes, predicate, False).any(axis=1) == _votes(lanes, predicate, True).all(axis=1)
+    return _gather(lanes, np.repeat(uniform, WARP))
 
 
 @action("elect.sync", "b32|pred = u32", converged="members")

@@ -96,10 +96,11 @@ def _update(cta, rows, first, product, adds):
         registers[rows, threads] = product
 
 
-def _declare(n, element, k):
-    opcode = f"wgmma.mma_async.sync.aligned.m{M}n{n}k{k}.f32.{element}.{element}"
+def _declare(n, element, k, element_b=None):
+    element_b = element_b or element
+    opcode = f"wgmma.mma_async.sync.aligned.m{M}n{n}k{k}.f32.{element}.{element_b}"
     accumulator = f"&{{f32*{n // 2}}}"
-    transposes = ["immediate"] * 2 if element != "tf32" else []
+    transposes = ["immediate"] * 2 if element in ("bf16", "f16") else []
 
     @action(opcode, ", ".join([accumulator, "u64", "u64", "pred", "immediate", "immediate", *transposes]), "warp group")
     def multiply(lanes, indices, descriptors_a, descriptors_b, accumulate, sign_a, sign_b, mn_a=0, mn_b=0):
@@ -109,7 +110,7 @@ def _declare(n, element, k):
             races.multiply_from(cta, first // GROUP, _granules(cta, bits, M, element, bool(mn_a)))
             return lambda: _matrix(lanes.cta, bits, M, element, bool(mn_a))
 
-        _multiply(lanes, indices, (), read_a, descriptors_b, accumulate, n, element, (sign_a, sign_b), bool(mn_b))
+        _multiply(lanes, indices, (), read_a, descriptors_b, accumulate, n, element_b, (sign_a, sign_b), bool(mn_b))
 
     @action(
         opcode,
@@ -122,7 +123,7 @@ def _declare(n, element, k):
             return lambda: matrices.registers_to_a(registers[list(indices_a), first : first + GROUP], element)
 
         _multiply(
-            lanes, indices, indices_a, read_a, descriptors_b, accumulate, n, element, (sign_a, sign_b), bool(mn_b)
+            lanes, indices, indices_a, read_a, descriptors_b, accumulate, n, element_b, (sign_a, sign_b), bool(mn_b)
         )
 
 
@@ -130,6 +131,9 @@ for _n in range(8, 257, 8):
     for _element in ("bf16", "f16"):
         _declare(_n, _element, 16)
     _declare(_n, "tf32", 8)
+    for _element in ("e4m3", "e5m2"):
+        for _element_b in ("e4m3", "e5m2"):
+            _declare(_n, _element, 32, _element_b)
 
 
 @action("wgmma.fence.sync.aligned", "", "warp")
