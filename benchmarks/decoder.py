@@ -59,7 +59,7 @@ def verdicts(results: Results) -> list[Verdict]:
 
 PAGE = report.Page(
     preface="Times are medians, of plain calls for mlp and of replayed CUDA graphs for rotary; providers take turns. "
-    "The roof of mlp is its bare matmuls by torch.mm, that of rotary a copy of q and k. Liger's rotary writes in "
+    "The roof of mlp is its bare matmuls by torch.mm, that of rotary is a copy of q and k. Liger's rotary writes in "
     "place, ours does not. Memory is the peak above inputs, including gradients. Errors are norm-wise against fp64.",
     figures=plots.for_bench,
     verdicts=verdicts,

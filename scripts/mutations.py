@@ -197,8 +197,8 @@ MUTATIONS = (
     Mutation(
         "preactivation_of_a_retained_graph_overwritten",
         "quackish/ops/mlp/operators.py",
-        "overwrite=not is_graph_kept()",
-        "overwrite=True",
+        "overwrite = not (is_captured or is_graph_kept())",
+        "overwrite = True",
         "tests/mlp/test_dense.py -k 'second_backward and emulated and False'",
     ),
     Mutation(

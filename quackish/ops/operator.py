@@ -151,7 +151,7 @@ def fast_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
-# True if autograd may run this backward again, or is not running. Otherwise backward may write to what it alone saved.
+# True with retain_graph=True, and outside of backward. Otherwise autograd runs a backward again only if it raised.
 is_graph_kept = torch._C._autograd._get_current_graph_task_keep_graph
 
 # Refusals -------------------------------------------------------------------------------------------------------------

@@ -588,7 +588,7 @@ def test_which_mlps_are_patched(kind, form):
     if form is None:
         assert re.search(r"differs from mlp's by", entry.reason)
         return
-    assert mlps.form_of(module) == form
+    assert mlps.form_of(module)[:4] == form
     x = torch.randn(2, 7, 32, requires_grad=True)
     want = module(x)
     grads = torch.autograd.grad(want.sum(), [x, *module.parameters()])
@@ -597,6 +597,55 @@ def test_which_mlps_are_patched(kind, form):
         torch.testing.assert_close(got, want)
         torch.testing.assert_close(torch.autograd.grad(got.sum(), [x, *module.parameters()]), grads)
     assert type(module) is kind
+
+
+class Swish(nn.Module):
+    """Its parameter is not in its repr."""
+
+    def __init__(self, beta):
+        super().__init__()
+        self.beta = beta
+
+    def forward(self, t):
+        return t * torch.sigmoid(self.beta * t)
+
+
+class WithModule(OwnMlp):
+    def __init__(self, beta=1.0):
+        super().__init__()
+        self.function = Swish(beta)
+
+    def act(self, t):
+        return self.function(t)
+
+
+def test_a_trial_depends_on_the_attributes_of_submodules():
+    assert mlps.form_of(WithModule(1.0)).activation == "swiglu"
+    assert "differs from mlp's by" in mlps.form_of(WithModule(2.0))
+
+
+def test_an_activation_that_changed_runs_the_mlps_own_forward():
+    module, x, seen = apply(WithModule(), head=False), torch.randn(3, 32), []
+    module(x)
+    hook = module.function.register_forward_hook(lambda *args: seen.append(1))
+    module(x)
+    assert seen == [1]
+    hook.remove()
+    module.function = nn.ReLU()
+    torch.testing.assert_close(module(x), WithModule.forward(module, x), rtol=0, atol=0)
+    assert "its function is a ReLU" in report(module)[0].reason
+
+
+class Converts(OwnMlp):
+    def forward(self, x):
+        return super().forward(x.to(self.gate.weight.dtype))
+
+
+def test_dtypes_that_an_mlp_converts():
+    module, x = apply(Converts().bfloat16(), head=False), torch.randn(3, 32)
+    assert torch.equal(module(x), Converts.forward(module, x))
+    with pytest.raises(RuntimeError, match="dtype"):  # PyTorch's own error
+        apply(OwnMlp().bfloat16(), head=False)(x)
 
 
 def test_modules_that_are_no_mlps_are_not_named():
@@ -769,12 +818,16 @@ def test_calls_that_rotary_does_not_cover_run_the_files_function(monkeypatch):
     assert calls == [1]
     module(q.transpose(1, 2), k.transpose(1, 2), cos, sin, unsqueeze_dim=2)
     module(q, k, cos.requires_grad_(), sin)
-    module(q.to("meta"), k.to("meta"), cos.to("meta"), sin.to("meta"))
+    cos = cos.detach()
+    assert module(q.bfloat16(), k.bfloat16(), cos, sin)[0].dtype == torch.float32
     torch.compile(module, backend="eager", fullgraph=True)(q, k, cos, sin)
     monkeypatch.setitem(globals(), "apply_rotary_pos_emb", lambda *args: "a mock")  # bound after apply
     assert module(q, k, cos, sin) == "a mock"
+    assert "apply_rotary_pos_emb of its file was replaced" in report(module)[0].reason
     assert calls == [1]
     assert [entry.kind for entry in report(CallsSuper())] == ["loss"]
+    monkeypatch.setitem(globals(), "apply_rotary_pos_emb", deepseek_like)
+    assert module(*(t.to("meta") for t in (q, k, cos, sin)))[0].shape == q.shape
 
 
 def test_a_rotation_on_kernels():

@@ -11,6 +11,7 @@ from quackish import grouped_mlp, mlp
 from quackish.device.kernel_device import KernelDevice, substitute
 from quackish.gpu import H200
 from quackish.ops.mlp import operators, reference
+from quackish.ops.mlp.kernel_steps import KernelSteps
 from quackish.testing import assert_deterministic
 from quackish.testing.errors import error, same_bits
 from tests import buffer_layouts, emulated_kernels
@@ -299,6 +300,20 @@ def test_backward_overwrites_the_preactivation_alone():
         assert changed() == []
         torch.autograd.grad(y, args["x"], dy)
         assert changed() == [len(saved) - 1]
+
+
+def test_a_backward_that_raised_can_run_again(monkeypatch):
+    args, dy = dense(dtype=BF16)
+    leaves = [args[name] for name in LEAVES if name in args]
+    with substitute("cpu", KernelDevice(H200, emulated_kernels.kernel_for)):
+        want = torch.autograd.grad(mlp(**args), leaves, dy)
+        y, rows_gradient = mlp(**args), KernelSteps.rows_gradient
+        with monkeypatch.context() as patch:
+            patch.setattr(KernelSteps, "rows_gradient", lambda *args: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                torch.autograd.grad(y, leaves, dy)
+        assert KernelSteps.rows_gradient is rows_gradient
+        assert all(map(same_bits, torch.autograd.grad(y, leaves, dy), want))
 
 
 def test_results_and_gradients_may_be_changed_in_place():

@@ -1,12 +1,12 @@
-"""quackish's RMSNorm, linear cross entropy and experts in Hugging Face Transformers.
+"""quackish's RMSNorm, linear cross entropy, MLP, rotary embeddings and experts in Hugging Face Transformers.
 
     from quackish.integrations.transformers import apply
 
     apply(model)
 
 A module is patched if a trial shows that quackish computes the same: trial.py builds a small copy of it, and norms.py,
-head.py and experts.py compare results and gradients. docs/guides/transformers.md says what runs when.
-`register_attention` adds an attention implementation, which needs no patch.
+head.py, mlps.py, rotaries.py and experts.py compare results and gradients. docs/guides/transformers.md says what runs
+when. `register_attention` adds an attention implementation, which needs no patch.
 """
 
 from quackish.integrations.transformers.attention import register_attention as register_attention

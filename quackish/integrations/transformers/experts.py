@@ -151,7 +151,8 @@ def form_of(experts: nn.Module) -> Form | str:
 def key_of(module: nn.Module) -> str:
     """What a trial depends on beside the class, for the cache of trials."""
     shapes = [(name, tuple(p.shape)) for name, p in module.named_parameters()]
-    return repr((shapes, sorted(plain_attributes(module).items()), list(module.children())))
+    parts = [(name, type(part), sorted(plain_attributes(part).items())) for name, part in module.named_modules()]
+    return repr((shapes, parts))
 
 
 GATED = ("swiglu", "clamped_swiglu", "geglu", "geglu_erf", "reglu")

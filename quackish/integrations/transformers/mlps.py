@@ -23,6 +23,7 @@ class Form(NamedTuple):
     w1: str
     w3: str | None  # the up projection, if w1 is the gate alone
     w2: str
+    others: tuple[str, ...] = ()  # the names of the classes of its other modules
 
     def linears(self) -> list[str]:
         return [name for name in (self.w1, self.w3, self.w2) if name is not None]
@@ -33,16 +34,18 @@ def mlp_class(base: type, form: Form) -> type:
     """A subclass of an MLP whose forward runs `quackish.mlp`. Cached."""
 
     def forward(self, *args, **kwargs) -> Tensor:
-        (x,) = *args, *kwargs.values()
-        if torch.compiler.is_compiling() or why_bypassed(self, form):  # the compiler fuses activations itself
-            return base.forward(self, x)
+        values = *args, *kwargs.values()
+        # the compiler fuses activations itself
+        if torch.compiler.is_compiling() or len(values) != 1 or why_bypassed(self, form):
+            return base.forward(self, *args, **kwargs)
+        (x,) = values
         first, down = getattr(self, form.w1), getattr(self, form.w2)
         up = None if form.w3 is None else getattr(self, form.w3)
         w3, b3 = (None, None) if up is None else (up.weight, up.bias)
         options = dict(w3=w3, b1=first.bias, b3=b3, b2=down.bias, activation=form.activation, backend=backend_for(x))
         try:
             return quackish.mlp(x, first.weight, down.weight, **options)
-        except UnsupportedError:
+        except (UnsupportedError, TypeError):  # TypeError: dtypes that the class's own forward may convert
             return base.forward(self, x)
 
     return subclass(base, forward, (mlp_class, base, form), mlp_form=form)
@@ -51,8 +54,15 @@ def mlp_class(base: type, form: Form) -> type:
 def why_bypassed(mlp: nn.Module, form: Form) -> str:
     """Says why calls of a patched MLP run its own forward; "" if they do not.
 
-    Linears may be wrapped, hooked or sharded after `apply`, as by PEFT, FSDP, DeepSpeed and tensor parallelism.
+    Linears may be wrapped, hooked or sharded after `apply`, as by PEFT, FSDP, DeepSpeed and tensor parallelism; an
+    activation may be hooked or replaced.
     """
+    for name, part in mlp._modules.items():
+        if name not in form.linears() and part is not None:
+            if type(part).__qualname__ not in form.others:
+                return f"its {name} is {a(type(part))}, which it was not in apply"
+            if why := why_output_differs(part, ignored=()):
+                return f"{name}: {why}"
     for name in form.linears():
         linear = mlp._modules.get(name)
         if type(linear) is not nn.Linear:
@@ -69,7 +79,7 @@ def why_bypassed(mlp: nn.Module, form: Form) -> str:
 
 
 def is_mlp(module: nn.Module) -> bool:
-    """True for a patched MLP, and for what may be one: its parameters are those of two or three linears."""
+    """True for a patched MLP, and for a module whose parameters all belong to two or three linears of its shapes."""
     if hasattr(type(module), "mlp_form"):
         return True
     if module._parameters or len(takes(module)) != 1:
@@ -118,6 +128,7 @@ def _find(mlp: nn.Module, base: type) -> Form | str:
 def _candidates(mlp: nn.Module) -> Iterator[Form]:
     """The forms that fit the shapes of the linears."""
     linears: dict[str, nn.Linear] = {}
+    others = tuple(type(child).__qualname__ for child in mlp.children() if not isinstance(child, nn.Linear))
     for name, child in mlp.named_children():
         if isinstance(child, nn.Linear):
             linears[name] = child
@@ -130,10 +141,10 @@ def _candidates(mlp: nn.Module) -> Iterator[Form]:
             continue
         if first.out_features == inner:
             for activation in GATED if w3 else PLAIN:
-                yield Form(activation, w1, w3[0] if w3 else None, w2)
+                yield Form(activation, w1, w3[0] if w3 else None, w2, others)
         elif first.out_features == 2 * inner and not w3:
             for activation in GATED:
-                yield Form(activation, w1, None, w2)
+                yield Form(activation, w1, None, w2, others)
 
 
 def _why_different(small: nn.Module, form: Form) -> str:

@@ -128,7 +128,8 @@ def examine(model: nn.Module, kinds: Sequence[Kind] = get_args(Kind)) -> Iterato
             reason = mlps.why_bypassed(module, type(module).mlp_form) if done else _why(mlps.form_of(module))
             yield Entry(name, module, "mlp", done, reason)
         if "rotary" in kinds and rotaries.called_by(module):
-            yield Entry(name, module, "rotary", done, "" if done else _why(rotaries.form_of(module)))
+            reason = rotaries.why_bypassed(module) if done else _why(rotaries.form_of(module))
+            yield Entry(name, module, "rotary", done, reason)
     if "loss" in kinds:
         whole = head.base_model(model)
         name = next(name for name, module in model.named_modules() if module is whole)

@@ -47,7 +47,16 @@ def attention_class(base: type, form: Form) -> type:
         run = base.forward if torch.compiler.is_compiling() else with_rotary  # the compiler fuses the rotation itself
         return run(self, *args, **kwargs)
 
-    return subclass(base, forward, (attention_class, base, form), rotary_form=form)
+    return subclass(
+        base, forward, (attention_class, base, form), rotary_form=form, rotary_function=staticmethod(original)
+    )
+
+
+def why_bypassed(attention: nn.Module) -> str:
+    """Says why a patched attention calls another function than quackish's; "" if it does not."""
+    plain, form = _innermost(unpatched_class(attention).forward), type(attention).rotary_form
+    is_original = plain.__globals__.get(form.name) is type(attention).rotary_function
+    return "" if is_original else f"{form.name} of its file was replaced"
 
 
 def _function(file: dict[str, Any], original: Callable, form: Form) -> Callable:
@@ -74,7 +83,11 @@ def _call_of(form: Form, args: tuple, kwargs: dict[str, Any]) -> Callable[[], tu
     if not fits or cos.shape[1] != length or k.shape[2:] != q.shape[2:] or k.shape[0] != q.shape[0] or q.numel() == 0:
         return None
     rotated = 2 * w if form.tables == "half" else w
-    if (rotated != d and not (form.partial and rotated < d)) or rotated % 2 or q.dtype != k.dtype:
+    if (
+        (rotated != d and not (form.partial and rotated < d))
+        or rotated % 2
+        or not q.dtype == k.dtype == cos.dtype == sin.dtype
+    ):
         return None
     if cos.requires_grad or sin.requires_grad:
         return None

@@ -31,7 +31,7 @@ class Inputs(NamedTuple):
     grad_w2_out: Tensor | None = None
 
     def leaves(self) -> tuple[Tensor | None, ...]:
-        """The arguments whose gradients are computed. residual's is that of y."""
+        """The arguments whose gradients are computed. The gradient of residual is dy."""
         return self[:_NUM_LEAVES]
 
 

@@ -115,7 +115,7 @@ _NUM_SAVED = Inputs._fields.index("residual")  # the inputs that backward reads
 
 
 def one_group(inputs: Inputs, steps: Steps) -> Inputs:
-    """The inputs of mlp as those of grouped_mlp with one group. The reference takes no offs for it."""
+    """Converts inputs of mlp to those of grouped_mlp with one group, for which the reference takes no offs."""
     x, weights = inputs.x, ("w1", "w3", "b1", "w2", "b2", "grad_w1_out", "grad_w3_out", "grad_w2_out")
     one = {name: t.unsqueeze(0) for name in weights if (t := getattr(inputs, name)) is not None}
     if steps is not reference:
@@ -179,17 +179,23 @@ def _setup(ctx, args, output):
     inputs = Inputs(*args[:_NUM_INPUTS])
     ctx.outs = dict(w1=inputs.grad_w1_out, w3=inputs.grad_w3_out, w2=inputs.grad_w2_out)  # not saved: backward writes
     ctx.activation, _, ctx.backend = args[_NUM_INPUTS:]
+    ctx.is_overwritten = False
     ctx.save_for_backward(*inputs[:_NUM_SAVED], output[1])
 
 
 def _gradients(backward, ctx, dy):
     *tensors, preactivation = ctx.saved_tensors
+    if ctx.is_overwritten:  # by a backward that raised: autograd may run it again
+        preactivation = None
+    # a CUDA graph of backward alone may be replayed twice
+    is_captured = dy.is_cuda and torch.cuda.is_current_stream_capturing()
+    ctx.is_overwritten = overwrite = not (is_captured or is_graph_kept())
     needs = zip(Dtypes._fields, tensors, ctx.needs_input_grad, strict=False)
     dtypes = {name: t.dtype if need and t is not None else None for name, t, need in needs}
     outs = {name: None if dtypes[name] is None else out for name, out in ctx.outs.items()}
     dtypes |= {name: out.dtype for name, out in outs.items() if out is not None}
     options = ctx.activation, *dtypes.values(), ctx.backend
-    more = dict(outs=tuple(outs.values()), overwrite=not is_graph_kept())
+    more = dict(outs=tuple(outs.values()), overwrite=overwrite)
     grads = Dtypes(*backward.direct(dy, preactivation, *tensors, *options, **more))
     for name, out in outs.items():
         if out is not None and (grad := getattr(grads, name)) is not None:  # the operator ran

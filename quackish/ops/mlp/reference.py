@@ -279,7 +279,7 @@ class Groups:
         return torch.where(self.is_live.view(-1, *[1] * (t.dim() - 1)), t, self.fill.to(t.dtype))
 
     def per_row(self, b: Tensor) -> Tensor:
-        """b (E, n) as (R, n): that of each row's group."""
+        """(R, n): b (E, n) of each row's group."""
         return b.index_select(0, self.of_row)
 
     def rows_times(self, a: Tensor, w: Tensor) -> Tensor:
