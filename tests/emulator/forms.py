@@ -894,7 +894,7 @@ def store_cases(form: isa.Form) -> Iterator[Case]:
 
 
 def wide_access_cases(form: isa.Form) -> Iterator[Case]:
-    """256 bits: each even thread accesses its scratch and that of the next thread."""
+    """Accesses 256 bits: an even thread uses its own scratch and the next thread's."""
     type_, count = _element(form.opcode)
     bits, name, loads = int(type_[1:]), case_name(form), form.opcode.startswith("ld")
     words = random_words(name, 64)

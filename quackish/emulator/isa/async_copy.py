@@ -48,7 +48,7 @@ def _bulk_load(lanes, thread, destination, source, size, barrier_address):
 
 @action("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes", "[u32], [u32], u32, [u32]")
 def bulk_copy_between_ctas(lanes, destinations, sources, sizes, barriers):
-    """From the CTA's shared memory to that of a CTA of its cluster, whose mbarrier it signals."""
+    """Copies from the CTA's shared memory to another CTA's of the cluster, and signals that CTA's mbarrier."""
     for thread, destination, source, size, barrier_address in zip(
         *(x.tolist() for x in (lanes.threads, destinations, sources, sizes, barriers)), strict=True
     ):

@@ -1,6 +1,7 @@
 """quackish.scaled_dot_product_attention as an attention implementation of Transformers."""
 
 import functools
+import importlib
 import inspect
 import re
 import sys
@@ -29,10 +30,9 @@ def register_attention(name: str = "quackish") -> None:
     A model with attention code of its own raises UnsupportedError, when it is built or when that code uses a mask.
     So do attention sinks, dropout, output_attentions, and arguments of the attention that quackish does not know.
     """
-    if torch.__version__.startswith(
-        "2.14."
-    ):  # its check of custom operators' results raises for masks in compiled code
-        torch._functorch.config.check_custom_op_aliasing = False
+    if torch.__version__.startswith("2.14."):
+        # compiled code with a guarded mask as its input raises in this check of custom operators
+        importlib.import_module("torch._functorch.config").check_custom_op_aliasing = False
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, quackish_mask)
     if name not in _names:

@@ -26,6 +26,7 @@ class Form(NamedTuple):
     others: tuple[str, ...] = ()  # the names of the classes of its other modules
 
     def linears(self) -> list[str]:
+        """The names of the linears."""
         return [name for name in (self.w1, self.w3, self.w2) if name is not None]
 
 
