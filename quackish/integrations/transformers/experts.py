@@ -17,7 +17,16 @@ import quackish
 from quackish.errors import UnsupportedError, a
 from quackish.integrations.plain import warn_unless_compiling, why_weights_unsupported
 from quackish.integrations.transformers.subclass import subclass, unpatched_class
-from quackish.integrations.transformers.trial import Random, difference, isolated, plain_attributes, reason, small_copy
+from quackish.integrations.transformers.trial import (
+    Random,
+    compare_trials,
+    isolated,
+    key_of,
+    reason,
+    run_trial,
+    small_copy,
+    takes,
+)
 
 
 class Form(NamedTuple):
@@ -121,11 +130,6 @@ def first_matrix(module: nn.Module) -> str | None:
     return next((name for name in ("gate_up_proj", "up_proj") if name in matrices), None)
 
 
-def takes(module: nn.Module) -> list[str]:
-    """The names of the arguments of a module's forward."""
-    return list(inspect.signature(unpatched_class(module).forward).parameters)[1:]
-
-
 _forms: dict[tuple, Form | str] = {}
 
 
@@ -146,13 +150,6 @@ def form_of(experts: nn.Module) -> Form | str:
         except Exception as error:  # anything a class's forward may raise
             return reason(error)
     return _forms[key]
-
-
-def key_of(module: nn.Module) -> str:
-    """What a trial depends on beside the class, for the cache of trials."""
-    shapes = [(name, tuple(p.shape)) for name, p in module.named_parameters()]
-    parts = [(name, type(part), sorted(plain_attributes(part).items())) for name, part in module.named_modules()]
-    return repr((shapes, parts))
 
 
 GATED = ("swiglu", "clamped_swiglu", "geglu", "geglu_erf", "reglu")
@@ -214,30 +211,4 @@ def _why_different(small: nn.Module, form: Form) -> str:
         small.__class__ = base
         if why := compare_trials(got, expected):
             return why
-    return ""
-
-
-def run_trial(small: nn.Module, arguments: tuple[Tensor, ...], grad: Tensor) -> dict[str, Tensor | None]:
-    """Runs forward and backward. Returns outputs and gradients of arguments and parameters, by name."""
-    leaves, inputs = {}, []
-    for i, argument in enumerate(arguments):
-        if argument.is_floating_point():
-            argument = leaves[f"argument {i + 1}"] = argument.clone().requires_grad_()
-        inputs.append(argument)
-    leaves.update(small.named_parameters())
-    out = small(*inputs)
-    out, *others = out if isinstance(out, tuple) else (out,)
-    grads = torch.autograd.grad(out, list(leaves.values()), grad, allow_unused=True)
-    outputs = {f"output {i + 1}": t.detach() for i, t in enumerate((out, *others))}
-    return {**outputs, **dict(zip(leaves, grads, strict=True))}
-
-
-def compare_trials(
-    got: dict[str, Tensor | None], expected: dict[str, Tensor | None], function: str = "moe_mlp", most: float = 1e-4
-) -> str:
-    """Says which output or gradient differs from the expected one by more than `most`; "" if none does."""
-    for name, truth in expected.items():
-        if not difference(got[name], truth) <= most:
-            what = name if name.startswith("output") else f"the gradient of {name}"
-            return f"{what} differs from {function}'s by {difference(got[name], truth):.1g}"
     return ""

@@ -11,9 +11,18 @@ from torch import Tensor, nn
 import quackish
 from quackish.errors import UnsupportedError, a
 from quackish.integrations.plain import backend_for, why_output_differs, why_weights_unsupported
-from quackish.integrations.transformers.experts import GATED, PLAIN, compare_trials, key_of, run_trial, takes
+from quackish.integrations.transformers.experts import GATED, PLAIN
 from quackish.integrations.transformers.subclass import subclass, unpatched_class
-from quackish.integrations.transformers.trial import Random, isolated, reason, small_copy
+from quackish.integrations.transformers.trial import (
+    Random,
+    compare_trials,
+    isolated,
+    key_of,
+    reason,
+    run_trial,
+    small_copy,
+    takes,
+)
 
 
 class Form(NamedTuple):

@@ -15,7 +15,7 @@ from quackish.integrations.plain import warn_unless_compiling, why_output_differ
 from quackish.integrations.transformers import experts
 from quackish.integrations.transformers.experts import Form
 from quackish.integrations.transformers.subclass import subclass, unpatched_class
-from quackish.integrations.transformers.trial import Random, isolated, reason
+from quackish.integrations.transformers.trial import Random, compare_trials, isolated, key_of, reason, run_trial, takes
 
 
 @functools.cache
@@ -73,7 +73,7 @@ def is_block(module: nn.Module) -> bool:
 
 def is_inner(module: nn.Module) -> bool:
     """True for experts whose forward takes nothing but hidden states."""
-    return experts.first_matrix(module) is not None and len(experts.takes(module)) == 1
+    return experts.first_matrix(module) is not None and len(takes(module)) == 1
 
 
 _forms: dict[tuple, Form | str] = {}
@@ -86,7 +86,7 @@ def form_of(block: nn.Module) -> Form | str:
         return "its forward was replaced on the instance, as hooks of accelerate do"
     if why := why_output_differs(block.experts) or why_weights_unsupported(block.experts):
         return f"its experts: {why}"
-    key = base, base.forward, experts.key_of(block)
+    key = base, base.forward, key_of(block)
     if key not in _forms:
         try:
             with isolated():
@@ -103,10 +103,10 @@ def _why_different(small: nn.Module, form: Form) -> str:
     for scale, training in ((0.3, True), (30.0, False)):  # large activations reach limits
         small.train(training)
         x, grad = random.normal(2, 3, hidden, std=scale), random.normal(6, hidden)
-        expected = experts.run_trial(small, (x,), grad)
+        expected = run_trial(small, (x,), grad)
         patch(small, form)
-        got = experts.run_trial(small, (x,), grad)
+        got = run_trial(small, (x,), grad)
         small.__class__, small.experts.__class__ = classes
-        if why := experts.compare_trials(got, expected):
+        if why := compare_trials(got, expected):
             return why
     return ""

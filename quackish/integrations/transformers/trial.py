@@ -5,6 +5,7 @@ and neither reads nor changes the caller's random state, autocast, default devic
 """
 
 import contextlib
+import inspect
 import warnings
 from collections.abc import Iterator
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from quackish.errors import UnsupportedError
+from quackish.integrations.transformers.subclass import unpatched_class
 
 
 @contextlib.contextmanager
@@ -101,3 +103,41 @@ def reason(error: Exception) -> str:
         return str(error)
     first_line = str(error).strip().partition("\n")[0]
     return f"its trial raised {type(error).__name__}: {first_line}"[:300]
+
+
+def takes(module: nn.Module) -> list[str]:
+    """The names of the arguments of a module's forward."""
+    return list(inspect.signature(unpatched_class(module).forward).parameters)[1:]
+
+
+def key_of(module: nn.Module) -> str:
+    """What a trial depends on beside the class, for the cache of trials."""
+    shapes = [(name, tuple(p.shape)) for name, p in module.named_parameters()]
+    parts = [(name, type(part), sorted(plain_attributes(part).items())) for name, part in module.named_modules()]
+    return repr((shapes, parts))
+
+
+def run_trial(small: nn.Module, arguments: tuple[Tensor, ...], grad: Tensor) -> dict[str, Tensor | None]:
+    """Runs forward and backward. Returns outputs and gradients of arguments and parameters, by name."""
+    leaves, inputs = {}, []
+    for i, argument in enumerate(arguments):
+        if argument.is_floating_point():
+            argument = leaves[f"argument {i + 1}"] = argument.clone().requires_grad_()
+        inputs.append(argument)
+    leaves.update(small.named_parameters())
+    out = small(*inputs)
+    out, *others = out if isinstance(out, tuple) else (out,)
+    grads = torch.autograd.grad(out, list(leaves.values()), grad, allow_unused=True)
+    outputs = {f"output {i + 1}": t.detach() for i, t in enumerate((out, *others))}
+    return {**outputs, **dict(zip(leaves, grads, strict=True))}
+
+
+def compare_trials(
+    got: dict[str, Tensor | None], expected: dict[str, Tensor | None], function: str = "moe_mlp", most: float = 1e-4
+) -> str:
+    """Says which output or gradient differs from the expected one by more than `most`; "" if none does."""
+    for name, truth in expected.items():
+        if not difference(got[name], truth) <= most:
+            what = name if name.startswith("output") else f"the gradient of {name}"
+            return f"{what} differs from {function}'s by {difference(got[name], truth):.1g}"
+    return ""
