@@ -3,6 +3,7 @@
 A dispatch mode counts the memory that a dry run would allocate.
 """
 
+import importlib
 import math
 import operator
 from collections.abc import Iterable, Iterator
@@ -168,7 +169,7 @@ class MemoryDryRun(MemoryCounter, DryRun):
 
     def run(self) -> "MemoryDryRun":
         # Import it now: done by the first operation, the import would keep tensors alive until garbage collection.
-
+        importlib.import_module("torch._dynamo")
         with self:
             return super().run()
 
