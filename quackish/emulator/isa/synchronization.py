@@ -59,7 +59,7 @@ def _declare_barrier_reduction(name, type_, reduce):
     """Declares barriers that return one value of all threads' predicates."""
 
     @control(
-        f"{{bar.red.{name},barrier.cta.red.{name},barrier.cta.red.{name}.aligned}}.{type_}",
+        f"{{bar.red.{name},barrier.red.{name},barrier.red.{name}.aligned}}.{type_}",
         f"{type_} = u32, pred",
         "warp",
     )
@@ -67,7 +67,7 @@ def _declare_barrier_reduction(name, type_, reduce):
         _vote(lanes, following, writers, numbers, None, votes)
 
     @control(
-        f"{{bar.red.{name},barrier.cta.red.{name},barrier.cta.red.{name}.aligned}}.{type_}",
+        f"{{bar.red.{name},barrier.red.{name},barrier.red.{name}.aligned}}.{type_}",
         f"{type_} = u32, u32, pred",
         "warp",
     )
