@@ -69,7 +69,7 @@ class _Generator(torch.Generator):
     """A generator for "cuda" that generates on the CPU."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
-        return super().__new__(cls, "cpu")
+        return super().__new__(cls, "cpu")  # type: ignore[call-arg]
 
 
 def _no_graphs(*args: Any, **kwargs: Any) -> Any:
@@ -86,7 +86,7 @@ class _CpuAsCuda(TorchFunctionMode):
         if func is torch.device:
             return func(*args, **(kwargs or {}))
         kwargs = {name: _on_cpu(value) for name, value in (kwargs or {}).items() if name != "pin_memory"}
-        if func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]
+        if func == torch.Tensor.device.__get__:
             return torch.device("cuda", 0)
         if func in (torch.Tensor.cuda, torch.Tensor.cpu):
             return args[0].clone()
