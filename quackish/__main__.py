@@ -41,7 +41,8 @@ def _chosen(argv: Sequence[str]) -> str | None:
 
 
 def _parse(argv: Sequence[str], chosen: str | None) -> argparse.Namespace:
-    args, unrecognized = parser_of(chosen).parse_known_args(argv)
+    script = chosen == "emulate" and any(word.endswith(".py") for word in argv)
+    args, unrecognized = parser_of(chosen, script).parse_known_args(argv)
     if unrecognized:
         suggestion = did_you_mean(unrecognized[0].partition("=")[0], args.parser.options())
         args.parser.error(f"unrecognized arguments: {' '.join(unrecognized)}{suggestion}")

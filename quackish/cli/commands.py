@@ -18,13 +18,15 @@ COMMANDS = {
 }
 
 
-def parser_of(chosen: str | None) -> Parser:
-    """The parser, with the arguments of the chosen command."""
+def parser_of(chosen: str | None, script: bool = False) -> Parser:
+    """The parser, with the arguments of the chosen command. script: of emulate with a script."""
     parser = Parser(prog=program_name(), description=_ABOUT)
     parser.add_argument("--version", action="version", version=f"quackish {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, summary in COMMANDS.items():
-        module = importlib.import_module(f"quackish.cli.{name}") if name == chosen else None
+        module = (
+            importlib.import_module(f"quackish.cli.{name}{'_script' if script else ''}") if name == chosen else None
+        )
         command = subparsers.add_parser(name, help=summary, description=None if module is None else module.__doc__)
         if module is not None:
             module.add_arguments(command)

@@ -3,8 +3,10 @@
     quackish emulate rms_norm 64x256 --gpu b200
     quackish emulate linear_cross_entropy 70x64x300 --schedule recompute --seed 3
     quackish emulate linear_cross_entropy 70x64x300 --gpu b200
+    quackish emulate --gpu b200 script.py --its-own-options
 
-Runs forward and backward, compares the results with the reference in fp64, and counts for each launch: matrix
+The last form runs a program that is written for a GPU, unchanged; `quackish emulate --help script.py` describes it. The
+other ones run forward and backward, compare the results with the reference in fp64, and count for each launch: matrix
 instructions (MMAs), bytes read from and written to global memory, phases of barriers, bytes of shared memory and
 columns of tensor memory of a CTA, and instructions of warps. Exits with status 1 if a result is wrong, or if a kernel
 breaks a rule of the hardware.

@@ -17,7 +17,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from quackish.emulator import arguments, decode, dsl, host, ptx, torch_cuda
+import torch
+
+from quackish.emulator import arguments, decode, dsl, host, ptx, scripts, torch_cuda
 from quackish.emulator.completion import COMPLETIONS
 from quackish.emulator.dependent_launches import Ended
 from quackish.emulator.errors import Fault, PtxError, ToolMissing
@@ -42,6 +44,7 @@ __all__ = [
     "record",
     "register",
     "replace_cuda",
+    "unchanged",
 ]
 
 
@@ -95,6 +98,10 @@ class Kernel:
         self._programs: dict[str, decode.Program] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
+        with torch._C.DisableTorchFunction():  # a mode may say that CPU tensors are on CUDA
+            self._call(*args, **kwargs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> None:
         on_cuda = tuple(map(arguments.at_call, args)), {name: arguments.at_call(x) for name, x in kwargs.items()}
         try:
             self._host_code.call(self._launch, *on_cuda[0], **on_cuda[1])
@@ -102,6 +109,11 @@ class Kernel:
             if "expected device_type=cpu" not in str(error):
                 raise
             self._host_code.call(self._launch, *args, **kwargs)  # it was compiled with CPU tensors
+
+    @property
+    def entry(self) -> Any:
+        """The compiled function."""
+        return self._host_code.entry
 
     def _launch(self, launch: host.Launch) -> None:
         """Runs one launch. The host code calls it."""
@@ -215,7 +227,8 @@ def compile(function: Callable, *args: Any, gpu: Any, name: str = "", **kwargs: 
 
 
 def _compile(compiler: Callable, function: Callable, args: tuple, kwargs: dict, gpu: Any, name: str = "") -> Kernel:
-    exported, host_code = dsl.compile(compiler, function, args, kwargs, gpu)
+    with torch._C.DisableTorchFunction():
+        exported, host_code = dsl.compile(compiler, function, args, kwargs, gpu)
     return Kernel(exported, gpu, name, host_code)
 
 
@@ -237,6 +250,26 @@ def replace_cuda(gpu: Any) -> Iterator[None]:
     """
     gpu = find(gpu)
     with dsl.answers(gpu), torch_cuda.answers(gpu), dsl.replace_compile(functools.partial(_compile, gpu=gpu)):
+        yield
+
+
+@contextlib.contextmanager
+def unchanged(gpu: Any) -> Iterator[None]:
+    """Inside the block, this thread runs programs that are written for the GPU `gpu`, with its tensors on the CPU.
+
+    Adds to `replace_cuda`: "cuda" is the CPU in operations of PyTorch, tensors say that they are on CUDA, torch.cuda
+    has streams and events, and functions with @cute.jit can be called without cute.compile. CUDA graphs raise
+    NotImplementedError, and Triton's kernels do not run. Memory of PyTorch is aligned to 64 bytes here; programs that
+    assume more run by the command `quackish emulate --gpu GPU script.py`.
+    """
+    import cutlass.cute as cute
+
+    gpu = find(gpu)
+
+    def compiled(function: Callable, args: tuple, kwargs: dict) -> Kernel:
+        return _compile(cute.compile, function, args, kwargs, gpu)
+
+    with replace_cuda(gpu), scripts.unchanged(compiled):
         yield
 
 

@@ -75,6 +75,28 @@ def _options(gpu: Any) -> Iterator[None]:
             yield
 
 
+@contextlib.contextmanager
+def replace_calls(call: Callable) -> Iterator[None]:
+    """Inside the block, a call of a function with @cute.jit by other functions calls `call(function, args, kwargs)`."""
+    from cutlass._mlir import ir
+    from cutlass.base_dsl.dsl import BaseDSL
+
+    original = BaseDSL._func
+
+    def replacement(self: Any, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        if _is_compiling.get() or ir.Context.current is not None:
+            return original(self, function, *args, **kwargs)
+        return call(function, args, kwargs)
+
+    with mock.patch.object(BaseDSL, "_func", replacement):
+        yield
+
+
+def runtime_arguments(compiled: Any, args: tuple, kwargs: dict) -> tuple:
+    """The arguments of a call that the compiled function takes: by position, with defaults, without constants."""
+    return compiled.execution_args.get_rectified_args_from_original_args(args, kwargs)
+
+
 def _variables() -> list[Any]:
     """The settings of `cute.jit` and of `cute.experimental.jit`."""
     from cutlass.cutlass_dsl import CuTeDSL, CuteExperimentalDSL
@@ -85,6 +107,7 @@ def _variables() -> list[Any]:
 @contextlib.contextmanager
 def answers(gpu: Any) -> Iterator[None]:
     """Inside the block, the DSL's questions about the GPU are answered without a driver."""
+    import cutlass.cuda
     from cutlass.base_dsl.runtime import cuda
     from cutlass.utils.hardware_info import HardwareInfo
 
@@ -99,6 +122,8 @@ def answers(gpu: Any) -> Iterator[None]:
 
     answered = [
         (HardwareInfo, "__init__", init),
+        (cuda, "initialize_cuda_context", lambda device_id=0, flags=0: None),
+        (cutlass.cuda, "initialize_cuda_context", lambda device_id=0, flags=0: None),
         (HardwareInfo, "get_max_active_clusters", max_active_clusters),
         (HardwareInfo, "get_device_multiprocessor_count", lambda self: gpu.sm_count),
         (HardwareInfo, "get_l2_cache_size_in_bytes", lambda self: _L2_BYTES),

@@ -236,8 +236,13 @@ def device_attributes(gpu: Any) -> dict[int, int]:
 def _shim() -> bytes:
     """The shim as an object file. Compiling it takes 50 ms, once per process."""
     with tempfile.TemporaryDirectory(prefix="emulator-") as folder:
-        _run("cc", "-c", "-O1", "-fPIC", "-o", "shim.o", str(_SHIM), folder=folder)
+        compile_c(str(_SHIM), f"{folder}/shim.o", "-c")
         return Path(folder, "shim.o").read_bytes()
+
+
+def compile_c(source: str, to: str, *options: str) -> None:
+    """Compiles a file of this folder. Raises ToolMissing without a compiler."""
+    _run("cc", *options, "-O1", "-fPIC", "-o", to, source, folder=str(_SHIM.parent))
 
 
 def _run(program: str, *args: Any, folder: str) -> None:

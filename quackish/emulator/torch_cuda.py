@@ -1,20 +1,24 @@
 """Answers what libraries ask torch.cuda, without a GPU."""
 
 import contextlib
+import time
 import types
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from quackish.emulator.gpu import capability
 
 
 class _Stream:
-    """The only stream."""
+    """The only stream. Work on it is complete when a call returns."""
 
-    cuda_stream = 0
+    def __init__(self, *args: Any, **kwargs: Any):
+        self.cuda_stream = 0
+
     device = torch.device("cuda", 0)
 
     def __cuda_stream__(self) -> tuple[int, int]:  # version, address: the protocol of cuda.core, which TVM-FFI reads
@@ -22,6 +26,107 @@ class _Stream:
 
     def synchronize(self) -> None:
         pass
+
+    def query(self) -> bool:
+        return True
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def record_event(self, event: Any = None) -> Any:
+        event = event or _Event()
+        event.record()
+        return event
+
+
+class _Event:
+    """The time of the host at which an event was recorded."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self._time = 0.0
+        self.cuda_event = 0
+
+    def record(self, stream: Any = None) -> None:
+        self._time = time.perf_counter()
+
+    def elapsed_time(self, end: Any) -> float:
+        return 1e3 * (end._time - self._time)
+
+    def query(self) -> bool:
+        return True
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _Generator(torch.Generator):
+    """A generator for "cuda" that generates on the CPU."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        return super().__new__(cls, "cpu")  # type: ignore[call-arg]
+
+
+def _no_graphs(*args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError("the emulator has no CUDA graphs; run the program without them")
+
+
+class _CpuAsCuda(TorchFunctionMode):
+    """Makes operations on "cuda" operations on the CPU, whose tensors say that they are on CUDA.
+
+    A tensor that moves between the two is copied, so that a write to the copy does not change the original.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.device:
+            return func(*args, **(kwargs or {}))
+        kwargs = {name: _on_cpu(value) for name, value in (kwargs or {}).items() if name != "pin_memory"}
+        if func == torch.Tensor.device.__get__:
+            return torch.device("cuda", 0)
+        if func in (torch.Tensor.cuda, torch.Tensor.cpu):
+            return args[0].clone()
+        if func is torch.Tensor.pin_memory:
+            return args[0]
+        moves = func is torch.Tensor.to and any(isinstance(x, (str, torch.device)) for x in (*args, *kwargs.values()))
+        if moves:
+            kwargs["copy"] = True
+        return func(*map(_on_cpu, args), **kwargs)
+
+
+def _on_cpu(value: Any) -> Any:
+    """The CPU for a CUDA device; any other value as it is."""
+    if isinstance(value, torch.device):
+        return torch.device("cpu") if value.type == "cuda" else value
+    return "cpu" if isinstance(value, str) and value.partition(":")[0] == "cuda" else value
+
+
+@contextlib.contextmanager
+def cpu_as_cuda() -> Iterator[None]:
+    """Inside the block, this thread's tensors and generators for "cuda" are the CPU's; streams and events exist.
+
+    CUDA graphs raise NotImplementedError.
+    """
+    replaced = {
+        "Stream": _Stream,
+        "Event": _Event,
+        "CUDAGraph": _no_graphs,
+        "graph": _no_graphs,
+        "stream": contextlib.nullcontext,
+        "set_device": _constant(None),
+        "init": _constant(None),
+        "empty_cache": _constant(None),
+    }
+    with contextlib.ExitStack() as stack:
+        for name, replacement in replaced.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, replacement))
+        stack.enter_context(mock.patch.object(torch, "Generator", _Generator))
+        stack.enter_context(_CpuAsCuda())
+        yield
 
 
 @contextlib.contextmanager

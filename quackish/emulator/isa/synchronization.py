@@ -6,7 +6,7 @@ from quackish.emulator import barriers, numbers
 from quackish.emulator.clocks import joined
 from quackish.emulator.errors import Fault
 from quackish.emulator.isa import action, control
-from quackish.emulator.isa.data_movement import cta_of, offsets_in_cta
+from quackish.emulator.isa.data_movement import by_cta, cta_of, offsets_in_cta
 from quackish.emulator.memory import OFFSET_MASK
 
 # Barriers of a CTA. A barrier's number may differ between the warps that execute an instruction together. Without
@@ -59,7 +59,7 @@ def _declare_barrier_reduction(name, type_, reduce):
     """Declares barriers that return one value of all threads' predicates."""
 
     @control(
-        f"{{bar.red.{name},barrier.cta.red.{name},barrier.cta.red.{name}.aligned}}.{type_}",
+        f"{{bar.red.{name},barrier.red.{name},barrier.red.{name}.aligned}}.{type_}",
         f"{type_} = u32, pred",
         "warp",
     )
@@ -67,7 +67,7 @@ def _declare_barrier_reduction(name, type_, reduce):
         _vote(lanes, following, writers, numbers, None, votes)
 
     @control(
-        f"{{bar.red.{name},barrier.cta.red.{name},barrier.cta.red.{name}.aligned}}.{type_}",
+        f"{{bar.red.{name},barrier.red.{name},barrier.red.{name}.aligned}}.{type_}",
         f"{type_} = u32, u32, pred",
         "warp",
     )
@@ -320,18 +320,19 @@ def _atomically(lanes, addresses, operation, values, dtype, counted=True):
 
 
 def _atomically_in_shared(lanes, addresses, new_of, dtype):
-    """Changes words of this CTA's shared memory, one thread after another. The operations are relaxed: no order.
+    """Changes words of shared memory, one thread after another. The operations are relaxed: they order nothing.
 
     new_of: a function of the old value and the position of the thread. Returns the old values.
     """
-    shared, offsets = lanes.cta.shared, offsets_in_cta(lanes, addresses)
-    shared.check_atomic(offsets, dtype.itemsize)
-    cells, old = shared.views[dtype.itemsize].view(dtype), np.empty(len(offsets), dtype)
-    for i, cell in enumerate((offsets // dtype.itemsize).tolist()):
-        old[i] = cells[cell]
-        new = new_of(old[i].item(), i)
-        # "atom.add.f32 on shared memory supports subnormal numbers" (PTX, atom)
-        cells[cell] = numbers.canonical(dtype.type(new)) if dtype.kind == "f" else _wrapped(new, dtype)
+    old = np.empty(len(addresses), dtype)
+    for shared, chosen, offsets in by_cta(lanes, addresses):
+        shared.check_atomic(offsets, dtype.itemsize)
+        cells = shared.views[dtype.itemsize].view(dtype)
+        for i, cell in zip(np.flatnonzero(chosen).tolist(), (offsets // dtype.itemsize).tolist(), strict=True):
+            old[i] = cells[cell]
+            new = new_of(old[i].item(), i)
+            # "atom.add.f32 on shared memory supports subnormal numbers" (PTX, atom)
+            cells[cell] = numbers.canonical(dtype.type(new)) if dtype.kind == "f" else _wrapped(new, dtype)
     lanes.cta.grid.num_events += 1
     return old
 
@@ -358,7 +359,9 @@ def _declare_atomic(name, operation, type_):
     if name == "exch":  # there is no red.exch
         return
 
-    @action(f"red.shared.{name}.{type_}", f"[u32], {type_}")
+    spaces = "{.shared,.relaxed.cta.shared::cta,.relaxed.cluster.shared::cluster}" if name == "add" else ".shared"
+
+    @action(f"red{spaces}.{name}.{type_}", f"[u32], {type_}")
     def red_shared(lanes, addresses, values):
         atom_shared(lanes, addresses, values)
 

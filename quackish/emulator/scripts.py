@@ -1,0 +1,52 @@
+"""Runs programs that are written for a GPU, unchanged."""
+
+import contextlib
+import os
+import runpy
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from quackish.emulator import dsl, host, torch_cuda
+
+_PRELOADED = "QUACKISH_EMULATOR_PRELOADED"
+
+
+def restart_with_aligned_memory() -> None:
+    """Starts the process again, so that its memory is aligned to 256 bytes as a GPU's is. Returns in the new one."""
+    if preloaded := os.environ.pop(_PRELOADED, None):
+        os.environ.pop("LD_PRELOAD")  # not for the script's own processes
+        Path(preloaded).unlink()
+        return
+    descriptor, path = tempfile.mkstemp(prefix="emulator-", suffix=".so")
+    os.close(descriptor)
+    host.compile_c("aligned.c", path, "-shared")
+    environment = {**os.environ, "LD_PRELOAD": path, _PRELOADED: path}
+    os.execve(sys.executable, [sys.executable, "-m", "quackish", *sys.argv[1:]], environment)
+
+
+@contextlib.contextmanager
+def unchanged(compile: Any) -> Iterator[None]:
+    """Inside the block, "cuda" means the CPU, and functions with @cute.jit can be called.
+
+    compile: makes a Kernel of (function, args, kwargs)
+    """
+
+    def call(function: Any, args: tuple, kwargs: dict) -> None:
+        kernel = compile(function, args, kwargs)
+        kernel(*dsl.runtime_arguments(kernel.entry, args, kwargs))
+
+    with dsl.replace_calls(call), torch_cuda.cpu_as_cuda():
+        yield
+
+
+def run(path: str, args: list[str]) -> None:
+    """Runs a script as `python path args` does."""
+    with (
+        mock.patch.object(sys, "argv", [path, *args]),
+        mock.patch.object(sys, "path", [str(Path(path).parent), *sys.path]),
+    ):
+        runpy.run_path(path, run_name="__main__")
