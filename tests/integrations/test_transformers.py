@@ -102,7 +102,8 @@ def test_step_matches_unpatched_model(family):
     with applied(model, chunk_size=5):
         patched = {type(m).__name__ for m in model.modules() if hasattr(type(m), "_quackish_unpatched")}
         names = {type(m).__name__ for m in plain.modules()}
-        parts = {f"{family}{part}" for part in ("RMSNorm", "MLP", "Attention")}
+        parts = {f"{family}{part}" for part in ("RMSNorm", "MLP", "Attention", "DecoderLayer")}
+        parts -= {"Olmo2DecoderLayer", "Olmo3DecoderLayer", "PhiDecoderLayer"}  # they add after norms and dropout
         assert patched == {f"{family}ForCausalLM", "Linear", *(parts & names)}
         got, expected = step(model), step(plain)
         assert_same_step(got, expected)
@@ -167,7 +168,7 @@ def test_bf16_error_is_within_that_of_unpatched_model(family, experts, device):
     for name, grad in grads_truth.items():
         error, allowed = ((grads[name].float() - grad).norm() for grads in (grads_got, grads_expected))
         assert grads_got[name].dtype == torch.bfloat16
-        assert error <= 1.5 * allowed + 2**-8 * grad.norm(), name
+        assert error <= 1.5 * allowed + 2**-7 * grad.norm(), name
 
 
 @pytest.mark.parametrize("family", ["Qwen3", "Gemma2", "Olmo2"])
@@ -471,7 +472,7 @@ def test_left_and_refused(name):
         apply(model)
     (left,) = report(model).left
     assert left.name == ("model.norm" if "norm" in message else "")
-    assert len(report(model).patched) == 9
+    assert len(report(model).patched) == 11
 
 
 WRONG = {
@@ -561,7 +562,7 @@ def test_norms_that_zero_3_sharded():
     model = tiny()
     for p in model.parameters():
         p.ds_shape, p.data = p.shape, torch.empty(0)
-    assert len(report(apply(model, strict=True)).patched) == 8  # MLPs are left
+    assert len(report(apply(model, strict=True)).patched) == 10  # MLPs are left
 
 
 def test_parts():

@@ -46,19 +46,26 @@ def mlp_class(base: type, form: Form) -> type:
     def forward(self, *args, **kwargs) -> Tensor:
         values = *args, *kwargs.values()
         # the compiler fuses activations itself
-        if torch.compiler.is_compiling() or len(values) != 1 or why_bypassed(self, form):
+        if torch.compiler.is_compiling() or len(values) != 1 or (y := run(self, values[0])) is None:
             return base.forward(self, *args, **kwargs)
-        (x,) = values
-        first, down = getattr(self, form.w1), getattr(self, form.w2)
-        up = None if form.w3 is None else getattr(self, form.w3)
-        w3, b3 = (None, None) if up is None else (up.weight, up.bias)
-        options = dict(w3=w3, b1=first.bias, b3=b3, b2=down.bias, activation=form.activation, backend=backend_for(x))
-        try:
-            return quackish.mlp(x, first.weight, down.weight, **options)
-        except (UnsupportedError, TypeError):  # TypeError: dtypes that the class's own forward may convert
-            return base.forward(self, x)
+        return y
 
     return subclass(base, forward, (mlp_class, base, form), mlp_form=form)
+
+
+def run(mlp: nn.Module, x: Tensor, residual: Tensor | None = None) -> Tensor | None:
+    """`quackish.mlp` of a patched MLP; None if its own forward has to run."""
+    form = type(mlp).mlp_form
+    if why_bypassed(mlp, form):
+        return None
+    first, down = getattr(mlp, form.w1), getattr(mlp, form.w2)
+    up = None if form.w3 is None else getattr(mlp, form.w3)
+    w3, b3 = (None, None) if up is None else (up.weight, up.bias)
+    options = dict(w3=w3, b1=first.bias, b3=b3, b2=down.bias, activation=form.activation, backend=backend_for(x))
+    try:
+        return quackish.mlp(x, first.weight, down.weight, residual=residual, **options)
+    except (UnsupportedError, TypeError):  # TypeError: dtypes that the class's own forward may convert
+        return None
 
 
 def why_bypassed(mlp: nn.Module, form: Form) -> str:

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +37,6 @@ _OUT_DTYPES = {
 @functools.cache
 def norm_class(base: type, formula: Formula) -> type:
     """A subclass of a norm whose forward runs `quackish.rms_norm`. Cached."""
-    eps, has_weight, weight_offset, rule = formula
-    out_dtype = _OUT_DTYPES[rule]
 
     def forward(self, *args, **kwargs) -> Tensor:
         (x,) = *args, *kwargs.values()
@@ -47,13 +45,19 @@ def norm_class(base: type, formula: Formula) -> type:
         if why := why_weights_unsupported(self):
             warn_unless_compiling(f"{base.__name__}: {why}. Its own forward runs.")
             return base.forward(self, x)
-        if not has_weight:
-            return quackish.rms_norm(x, None, eps=getattr(self, eps))
-        weight = self.weight
-        dtype = out_dtype(x, weight)
-        return quackish.rms_norm(x, weight, eps=getattr(self, eps), weight_offset=weight_offset, out_dtype=dtype)
+        return run(self, formula, x)
 
-    return subclass(base, forward, (norm_class, base, formula))
+    return subclass(base, forward, (norm_class, base, formula), norm_formula=formula)
+
+
+def run(norm: nn.Module, formula: Formula, x: Tensor, residual: Tensor | None = None) -> Any:
+    """`quackish.rms_norm` with the weight of a norm, which it can read."""
+    eps = getattr(norm, formula.eps)
+    if not formula.has_weight:
+        return quackish.rms_norm(x, None, eps=eps, residual=residual)
+    weight, offset = norm.weight, formula.weight_offset
+    dtype = _OUT_DTYPES[formula.out_dtype](x, weight)
+    return quackish.rms_norm(x, weight, eps=eps, weight_offset=offset, residual=residual, out_dtype=dtype)
 
 
 def is_norm(module: nn.Module) -> bool:

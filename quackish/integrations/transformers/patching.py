@@ -13,6 +13,7 @@ from quackish.integrations.transformers import experts as experts_patches
 from quackish.integrations.transformers import head as head_patches
 from quackish.integrations.transformers import mlps as mlp_patches
 from quackish.integrations.transformers import norms as norm_patches
+from quackish.integrations.transformers import residuals as residual_patches
 from quackish.integrations.transformers import rotaries, scaled_experts
 from quackish.integrations.transformers.reports import Entry, Report, check_is_module, examine
 from quackish.integrations.transformers.subclass import is_patched
@@ -28,6 +29,7 @@ class _ApplyOptions(TypedDict, total=False):
     head: bool
     mlp: bool
     rotary: bool
+    residuals: bool
     experts: bool
     strict: bool
     schedule: Schedule
@@ -42,6 +44,7 @@ def apply(
     head: bool = True,
     mlp: bool = True,
     rotary: bool = True,
+    residuals: bool = True,
     experts: bool = False,
     strict: bool = False,
     schedule: Schedule = "auto",
@@ -67,6 +70,8 @@ def apply(
             torch.compile still uses the original ones.
         rotary: rotate queries and keys with `quackish.rotary` in attention modules. torch.compile still uses the
             original code.
+        residuals: add residuals inside patched RMSNorms and MLPs, which saves memory traffic. torch.compile still uses
+            the original code.
         experts: run mixtures of experts with `quackish.moe_mlp`.
         strict: raise if an RMSNorm, the loss or, with experts=True, experts would be left.
         schedule, chunk_size, memory_limit: as in `quackish.linear_cross_entropy`.
@@ -79,10 +84,12 @@ def apply(
     """
     options = head_patches.HeadOptions(schedule, chunk_size, memory_limit)
     check_loss_options("apply", **options._asdict())
-    check_bool("apply", norms=norms, head=head, mlp=mlp, rotary=rotary, experts=experts, strict=strict)
+    check_bool("apply", norms=norms, head=head, mlp=mlp, rotary=rotary)
+    check_bool("apply", residuals=residuals, experts=experts, strict=strict)
     check_is_module("apply", model)
     _check_is_whole(model)
     chosen = dict(norm=norms, loss=head, mlp=mlp, rotary=rotary, experts=experts)
+    chosen["residuals"] = residuals and (norms or mlp)
     kinds = [kind for kind, is_chosen in chosen.items() if is_chosen]
     entries = list(examine(model, kinds))
     if any(entry.is_patched for entry in entries):
@@ -94,7 +101,8 @@ def apply(
     if strict and experts and not any(entry.kind == "experts" for entry in entries):
         raise UnsupportedError(f"apply: strict=True, experts=True and {a(type(model))} has no experts")
     if len(left) == len(entries):
-        what = f"nothing to patch in {a(type(model))} with {norms=}, {head=}, {mlp=}, {rotary=} and {experts=}"
+        switches = f"{norms=}, {head=}, {mlp=}, {rotary=}, {residuals=} and {experts=}"
+        what = f"nothing to patch in {a(type(model))} with {switches}"
         raise _error(left, f"{what}: {Report(left)}" if left else what)
     if wanted:
         warn_once(f"apply left to Transformers: {Report(wanted)}\nreport(model) lists what was patched and what not.")
@@ -126,6 +134,8 @@ def _patch(entry: Entry, model: nn.Module, options: head_patches.HeadOptions) ->
         module.__class__ = mlp_patches.mlp_class(type(module), mlp_patches.form_of(module))
     elif entry.kind == "rotary":
         module.__class__ = rotaries.attention_class(type(module), rotaries.form_of(module))
+    elif entry.kind == "residuals":
+        module.__class__ = residual_patches.layer_class(type(module))
     elif entry.kind == "experts":
         patches = scaled_experts if scaled_experts.is_block(module) else experts_patches
         patches.patch(module, patches.form_of(module))

@@ -8,10 +8,10 @@ from torch import nn
 
 from quackish.errors import describe
 from quackish.integrations.plain import why_weights_unsupported
-from quackish.integrations.transformers import experts, head, mlps, norms, rotaries, scaled_experts
+from quackish.integrations.transformers import experts, head, mlps, norms, residuals, rotaries, scaled_experts
 from quackish.integrations.transformers.subclass import is_patched
 
-Kind = Literal["norm", "loss", "experts", "mlp", "rotary"]
+Kind = Literal["norm", "loss", "experts", "mlp", "rotary", "residuals"]
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Report(list[Entry]):
 
 
 def report(model: nn.Module) -> Report:
-    """Lists the norms, losses, MLPs, experts and rotations of a model: patched, or with a reason. Print it.
+    """Lists the norms, losses, MLPs, experts, rotations and layers of a model: patched, or with a reason. Print it.
 
     Works before `apply` too. Changes nothing. After FSDP shards the model, only patched modules are examined in full.
     """
@@ -115,7 +115,7 @@ def _why_loss(patched: nn.Module) -> str:
 
 
 def examine(model: nn.Module, kinds: Sequence[Kind] = get_args(Kind)) -> Iterator[Entry]:
-    """An entry for each norm, MLP, module of experts and attention with a rotation, and one for the loss."""
+    """An entry for each norm, MLP, module of experts, attention with a rotation and layer, and one for the loss."""
     for name, module in model.named_modules():
         done = is_patched(module)
         if "norm" in kinds and norms.is_norm(module):
@@ -130,6 +130,8 @@ def examine(model: nn.Module, kinds: Sequence[Kind] = get_args(Kind)) -> Iterato
         if "rotary" in kinds and rotaries.called_by(module):
             reason = rotaries.why_bypassed(module) if done else _why(rotaries.form_of(module))
             yield Entry(name, module, "rotary", done, reason)
+        if "residuals" in kinds and residuals.is_layer(module):
+            yield Entry(name, module, "residuals", done, residuals.why_unsupported(module))
     if "loss" in kinds:
         whole = head.base_model(model)
         name = next(name for name, module in model.named_modules() if module is whole)
