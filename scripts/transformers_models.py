@@ -300,10 +300,12 @@ def page(results: list[Result]) -> str:
         losses = sum(result.patched("loss")[0] for result in group)
         experts = [result.patched("experts") for result in group if result.patched("experts")[1]]
         all_patched = sum(patched == total for patched, total in experts)
-        mlps, rotary = (sum(result.patched(kind)[0] > 0 for result in group) for kind in ("mlp", "rotary"))
+        kinds = "mlp", "rotary", "residuals"
+        mlps, rotary, sums = (sum(result.patched(kind)[0] > 0 for result in group) for kind in kinds)
         lines.append(
             f"- `...{ending}`: {len(group)} were compared. The loss is patched in {losses}, MLPs in {mlps}, "
-            f"rotary embeddings in {rotary}. {len(experts)} have experts, which are all patched in {all_patched}."
+            f"rotary embeddings in {rotary}, residual sums in {sums}. {len(experts)} have experts, which are all "
+            f"patched in {all_patched}."
         )
     lines += [
         f"- {len(results) - len(built)} classes were not compared: they do not run on text alone, or need a config of "
@@ -311,13 +313,14 @@ def page(results: list[Result]) -> str:
         "",
         '"Norms" counts patched norms of all, LayerNorms included, which are never patched. "MLPs" counts modules with',
         'the linears of one; those that are left have another activation, dropout, or other products. "Rotary" counts',
-        "attention modules whose forward calls a function such as `apply_rotary_pos_emb`.",
+        'attention modules whose forward calls a function such as `apply_rotary_pos_emb`, and "sums" layers with a',
+        "residual sum that a norm or an MLP adds.",
         "",
-        "| model | loss | norms | MLPs | rotary | experts | left, and why |",
-        "|---|---|---|---|---|---|---|",
+        "| model | loss | norms | MLPs | rotary | sums | experts | left, and why |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for result in built:
-        loss, *others = (result.patched(kind) for kind in ("loss", "norm", "mlp", "rotary", "experts"))
+        loss, *others = (result.patched(kind) for kind in ("loss", "norm", "mlp", "rotary", "residuals", "experts"))
         left = {f"{type(entry.module).__name__}: {entry.reason}" for entry in result.entries.left if entry.is_expected}
         cells = result.name, "yes" if loss[0] else "no", *map(_of, others), cell("; ".join(sorted(left)))
         lines.append(f"| {' | '.join(cells)} |")
