@@ -17,6 +17,7 @@ __all__ = [
     "grouped_mlp",
     "grouped_mm",
     "linear_cross_entropy",
+    "linear_divergence",
     "mlp",
     "moe_mlp",
     "profile",
@@ -39,6 +40,7 @@ _HOMES = {
     "ops.mlp.moe": ["moe_mlp"],
     "ops.linear_cross_entropy.api": ["LinearCrossEntropyLoss", "linear_cross_entropy"],
     "ops.linear_cross_entropy.reference": ["LinearCrossEntropyStats"],
+    "ops.linear_divergence.api": ["linear_divergence"],
     "ops.rms_norm.api": ["RMSNorm", "rms_norm", "rms_norm_backward", "rms_norm_forward"],
     "ops.rotary.api": ["rotary"],
     "profiling": ["profile"],
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from quackish.ops.attention.api import scaled_dot_product_attention
     from quackish.ops.linear_cross_entropy.api import LinearCrossEntropyLoss, linear_cross_entropy
     from quackish.ops.linear_cross_entropy.reference import LinearCrossEntropyStats
+    from quackish.ops.linear_divergence.api import linear_divergence
     from quackish.ops.mlp.api import grouped_mlp, grouped_mm
     from quackish.ops.mlp.dense import mlp
     from quackish.ops.mlp.moe import moe_mlp

@@ -57,6 +57,25 @@ class LinearCrossEntropyOptions(LossOptions, LossCallOptions, total=False):
     linear_bias: Tensor | None
 
 
+class DivergenceOptions(TypedDict, total=False):
+    """The options of `linear_divergence`, except return_entropy."""
+
+    mask: Tensor | None
+    beta: float
+    temperature: float
+    reduction: Reduction
+    linear_bias: Tensor | None
+    teacher_bias: Tensor | None
+    softcap: float | None
+    teacher_softcap: float | None
+    logit_scale: float | None
+    teacher_logit_scale: float | None
+    num_items: int | Tensor | None
+    grad_weight_out: Tensor | None
+    memory_limit: int | None
+    backend: Backend
+
+
 class LossModuleOptions(LossOptions, total=False):
     """The options of `LinearCrossEntropyLoss`."""
 

@@ -7,7 +7,7 @@ from typing import Any
 from quackish.device.spec import KernelSpec
 
 # adding an operation is its folder and its name here
-OPERATIONS = ("rms_norm", "linear_cross_entropy", "mlp", "attention", "rotary")
+OPERATIONS = ("rms_norm", "linear_cross_entropy", "mlp", "attention", "rotary", "linear_divergence")
 
 
 def parts(name: str) -> Iterator[Any]:

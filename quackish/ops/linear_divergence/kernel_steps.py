@@ -1,0 +1,152 @@
+"""The steps of `reference.py` with kernels, one launch per step: bf16 and fp16.
+
+Matrices have unit stride along columns and row strides that are multiples of 8, and start on 16 bytes. Logits and their
+gradients have the row stride `padded(V)`.
+"""
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quackish.device import choose, cuda
+from quackish.device.arguments import by_name
+from quackish.device.cuda import address
+from quackish.device.kernel_device import KernelDevice
+from quackish.device.kernel_for import CompiledKernel
+from quackish.kernels.gemm.problem import GemmArgs, ScaledArgs, Store
+from quackish.once import once
+from quackish.ops.linear_divergence import reference
+from quackish.ops.linear_divergence.problems import (
+    MAX_CLASSES,
+    DivergenceGemmProblem,
+    DivergenceRowsProblem,
+    RowsArgs,
+    Side,
+    padded,
+)
+
+_store = functools.cache(Store)
+_ALIGNMENT = 8  # elements
+_LOG2_E = math.log2(math.e)
+
+
+def why_unsupported(dtype: torch.dtype, classes: int, widths: tuple[int, ...]) -> str:
+    """Why kernels do not cover these sizes; "" if they do."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        why = f"{dtype}; supported: torch.bfloat16, torch.float16"
+    elif any(h % _ALIGNMENT for h in widths):
+        why = f"hidden states of {' and '.join(map(str, widths))} columns; expected multiples of {_ALIGNMENT}"
+    elif classes > MAX_CLASSES:
+        why = f"{classes} classes; expected at most {MAX_CLASSES}"
+    else:
+        return ""
+    return f'linear_divergence: no kernel for {why}. backend="auto" runs the portable path.'
+
+
+class KernelSteps:
+    """The steps on one device, with the names and arguments of the functions in `reference.py`."""
+
+    def __init__(self, device: KernelDevice):
+        self.device, self.stream = device, device.stream
+        self._kernel = functools.lru_cache(maxsize=1024)(self._find_kernel)
+
+    def logits(self, x: Tensor, w: Tensor, num_live: Tensor | None, start: int) -> Tensor:
+        rows, classes = x.shape[0], w.shape[0]
+        out = self.matrix(rows, classes, torch.float32, x.device)
+        problem = self._gemm(Store(), x, out, "k", "k", None if num_live is None else "m")
+        self._multiply(problem, x, w, out, (rows, classes, x.shape[1]), num_live, start, None)
+        return out
+
+    def rows(
+        self, student, teacher, student_side, teacher_side, options, row_grads, num_live, start, out
+    ) -> reference.RowResults:
+        rows, v = student.shape
+        loss = self.device.vector(rows, torch.float32)
+        entropy = self.device.vector(rows, torch.float32) if options.entropy else None
+        dlogits = out if options.dlogits else None
+        beta = options.beta
+        problem = DivergenceRowsProblem(
+            v, "forward" if beta == 0 else "reverse" if beta == 1 else "between",
+            None if dlogits is None else cuda.name_of(dlogits.dtype), student_side.bias is not None,
+            teacher_side.bias is not None, student_side.softcap is not None, teacher_side.softcap is not None,
+            options.entropy, row_grads is not None, num_live is not None,
+        )  # fmt: skip
+        sides, biases = [], [_padded_bias(side.bias) for side in (student_side, teacher_side)]
+        for logits, side, bias in zip((student, teacher), (student_side, teacher_side), biases, strict=True):
+            to_log2 = _LOG2_E / options.temperature
+            cap = side.softcap
+            factor, limit = (side.scale * to_log2, 1.0) if cap is None else (side.scale / cap, cap * to_log2)
+            sides.append(by_name(Side)(logits=logits.data_ptr(), bias=address(bias), factor=factor, limit=limit))
+        args = by_name(RowsArgs)(
+            student=sides[0], teacher=sides[1], row_grads=address(row_grads), num_live=address(num_live),
+            loss=loss.data_ptr(), entropy=address(entropy), dlogits=address(dlogits), beta=beta,
+            grad_factor=student_side.scale / options.temperature, start=start, rows=rows,
+        )  # fmt: skip
+        self._kernel(choose.epoch, problem).launch(args, self.stream())
+        return reference.RowResults(loss, entropy, dlogits)
+
+    def dx(self, dlogits, w, num_live, start, factor, dtype) -> Tensor:
+        (rows, classes), h = dlogits.shape, w.shape[1]
+        out = self.device.matrix(rows, h, dtype)
+        epilogue = _store(scaled=factor is not None)
+        problem = self._gemm(epilogue, dlogits, out, "k", "n", None if num_live is None else "m")
+        self._multiply(problem, dlogits, w, out, (rows, h, classes), num_live, start, factor)
+        return out
+
+    def dw(self, dlogits, x, num_live, start, factor, out, accumulate) -> None:
+        (rows, classes), h = dlogits.shape, x.shape[1]
+        epilogue = _store(scaled=factor is not None, accumulate=accumulate)
+        problem = self._gemm(epilogue, dlogits, out, "m", "n", None if num_live is None else "k")
+        self._multiply(problem, dlogits, x, out, (classes, h, rows), num_live, start, factor)
+
+    def matrix(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.device.matrix(rows, padded(columns), dtype)[:, :columns]  # the last row has its padding too
+
+    # Launches
+
+    def _gemm(
+        self, epilogue: Store, a: Tensor, out: Tensor, a_major: str, b_major: str, live: str | None
+    ) -> DivergenceGemmProblem:
+        dtypes = cuda.name_of(a.dtype), cuda.name_of(out.dtype)
+        return DivergenceGemmProblem(epilogue, *dtypes, a_major=a_major, b_major=b_major, live=live)
+
+    def _multiply(
+        self, problem: DivergenceGemmProblem, a: Tensor, b: Tensor, d: Tensor, sizes: tuple[int, int, int],
+        num_live: Tensor | None, start: int, factor: Tensor | None,
+    ) -> None:  # fmt: skip
+        """sizes: m, n, k of GemmArgs."""
+        kernel, stream = self._kernel(choose.epoch, problem), self.stream()
+        tickets, _, held = self.device.workspace(stream, 0)
+        m, n, k = sizes
+        args = by_name(GemmArgs)(
+            a=a.data_ptr(), second=None, b=b.data_ptr(), d=d.data_ptr(),
+            epilogue=None if factor is None else by_name(ScaledArgs)(factor=factor.data_ptr()), tail=None,
+            ticket=tickets, num_live=address(num_live), m=m, n=n, k=k, split=0,
+            start=None if num_live is None else start, a_stride=a.stride(0), second_stride=0, b_stride=b.stride(0),
+            d_stride=d.stride(0), max_clusters=kernel.config.max_clusters(self.device.gpu.sm_count),
+        )  # fmt: skip
+        kernel.launch(args, stream)
+        del held
+
+    def _find_kernel(self, epoch: int, problem: Any) -> CompiledKernel:
+        return self.device.kernel_for(problem, self.device.gpu)
+
+
+def steps_of(device: KernelDevice) -> KernelSteps:
+    """The steps that the calls on a device share."""
+    return once(device.cache, "linear_divergence", KernelSteps, device)
+
+
+def _padded_bias(bias: Tensor | None) -> Tensor | None:
+    """The bias in fp32, with room for whole vectors."""
+    return None if bias is None else torch.nn.functional.pad(bias.float(), (0, padded(len(bias)) - len(bias)))
+
+
+def operand(t: Tensor) -> Tensor:
+    """A matrix that a GEMM reads in place, or a copy of it."""
+    rows, columns = t.shape
+    in_place = t.stride(1) == 1 and t.stride(0) >= columns and t.stride(0) % _ALIGNMENT == 0
+    return t if in_place and t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.contiguous_format)
