@@ -86,6 +86,11 @@ def roofs_of(gpu: Gpu) -> Roofs | None:
     return _ROOFS.get(gpu.name)
 
 
+def speeds(roofs: Roofs) -> str:
+    copy, add, gemm = roofs.copy / 1e12, roofs.add / 1e12, roofs.gemm / 1e12
+    return f"copy {copy:.2f} TB/s, add {add:.2f} TB/s, GEMM {gemm:.0f} TFLOP/s"
+
+
 @functools.cache
 def gpu_of(device_index: int) -> Gpu:
     """The Gpu of CUDA device `device_index`, queried once per process."""

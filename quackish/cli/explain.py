@@ -16,8 +16,9 @@ For linear cross entropy a table shows what each memory_limit selects.
 
 import argparse
 import itertools
+import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quackish.cli import call_arguments
 from quackish.cli.call_arguments import dry_run_call, meta_arguments, select_gpu
@@ -27,11 +28,12 @@ from quackish.device.choose import Choice
 from quackish.device.launch import Resources
 from quackish.device.spec import EMULATED_ONLY
 from quackish.device.work import describe, estimate
-from quackish.gpu import NAMED, Gpu, Roofs, roofs_of
+from quackish.gpu import NAMED, Gpu, Roofs, roofs_of, speeds
 from quackish.ops.shared.argument_types import one_of
-from quackish.ops.shared.dry_run import DryRun, Step
-from quackish.profiling import speeds
 from quackish.text import fill, table_of, text_table
+
+if TYPE_CHECKING:
+    from quackish.ops.shared.dry_run import DryRun, Step
 
 _SYSTEM_SMEM_BYTES = 1024  # per CTA
 
@@ -45,6 +47,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", type=one_of(names), help=gpu_help)
     compile_help = "do not compile; omits registers, shared memory and CTAs per SM"
     parser.add_argument("--no-compile", action="store_true", help=compile_help)
+
+
+def begin(args: argparse.Namespace) -> None:
+    call_arguments.shape_of(args, call_arguments.CALLS[args.op][0], call_arguments.DRY)
+    if args.gpu == "this":
+        select_gpu(args.gpu)
+    if not args.no_compile:
+        line = "explain: compiles each kernel to read its registers, which takes seconds; --no-compile skips this"
+        print(fill(line, indent="  "), file=sys.stderr, flush=True)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -100,7 +111,7 @@ def _resource_usage(distinct: list[_Chosen], gpu: Gpu, notes: list[str]) -> list
     return usage
 
 
-def _launch_table(steps: list[Step], distinct: list[_Chosen], roofs: Roofs | None) -> str:
+def _launch_table(steps: list["Step"], distinct: list[_Chosen], roofs: Roofs | None) -> str:
     """Numbers and sizes of each launch. Equal launches share a row, in the order of their first launch."""
     speeds_by_column = _speeds_by_column(roofs)
     equal: dict[tuple, list[Step]] = {}
@@ -181,7 +192,7 @@ def _ctas_per_sm(used: Resources, config: Any, gpu: Gpu) -> tuple[int, str]:
     return fit[limit], limit
 
 
-def _memory_table(dry: DryRun) -> str:
+def _memory_table(dry: "DryRun") -> str:
     """The buffers that take 1 % or more of the peak, and the sum of smaller ones."""
     large = [buffer for buffer in dry.buffers if buffer.bytes * 100 >= dry.peak_bytes]
     rows = [[_bytes(buffer.bytes), buffer.text] for buffer in large]

@@ -21,8 +21,8 @@ from quackish.gpu import B200, GH200, H100, H100_NVL, H100_PCIE, H200
 from quackish.ops.linear_cross_entropy import dry_run as lce_dry_run
 from quackish.ops.linear_cross_entropy import layout as lce_config
 from quackish.ops.linear_cross_entropy.dry_run import representatives
+from quackish.ops.linear_cross_entropy.explain import frontier
 from quackish.ops.linear_cross_entropy.gemm_problems import RowsOut, Softmax, StoreWithResidual
-from quackish.ops.linear_cross_entropy.tools import frontier
 from quackish.ops.rms_norm.problems import RmsNormBwdProblem
 from quackish.ops.rms_norm.tools import RMS_NORM
 from quackish.ops.shared import dry_run
@@ -210,9 +210,17 @@ def test_missing_tools_omit_only_resources(error, note, monkeypatch):
 )
 def test_invalid_arguments(words, expected, capsys):
     assert main(["explain", *words.split()]) == 2
-    (error,) = capsys.readouterr().err.splitlines()
+    *_, error = capsys.readouterr().err.splitlines()
     assert error.startswith("explain: ")
     assert expected in error
+
+
+def test_a_line_says_at_once_what_takes_seconds(capsys):
+    args = parse("rms_norm 4x8 --gpu h200")
+    command.begin(args)
+    assert "--no-compile skips this" in capsys.readouterr().err
+    command.begin(parse("rms_norm 4x8 --gpu h200 --no-compile"))
+    assert capsys.readouterr().err == ""
 
 
 # Linear cross entropy ------------------------------------------------------------------------------------------------
