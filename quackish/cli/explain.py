@@ -98,10 +98,10 @@ def _filled(lines: Sequence[str]) -> str:
 def _resource_usage(distinct: list[_Chosen], gpu: Gpu, notes: list[str]) -> list[Resources]:
     """The resources of each kernel; empty, with a note, if they cannot be read."""
     usage: list[Resources] = []
-    show = progress(len(distinct))
+    show = progress(len(distinct), "kernels")
     try:
         for problem, choice in distinct:
-            show(len(usage), "compiling kernels")
+            show(len(usage), "compiling")
             kernel = problem.spec.kernel_class(gpu)
             usage.append(launch.resources(kernel, problem, choice.config, gpu.target))
     except (FileNotFoundError, ModuleNotFoundError) as error:

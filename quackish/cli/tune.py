@@ -127,7 +127,7 @@ def tune(
         print(f"  {len(others)} candidates, {len(unspilled)} without spilled registers", flush=True)
         shapes = [functools.partial(cases.prepare, problem.problem, gpu, sizes, device) for sizes in problem.sizes]
         try:
-            show = progress(search.num_steps(len(shapes)))
+            show = progress(search.num_steps(len(shapes)), "steps")
             outcome = search_for([base, *unspilled], shapes, device, show=show)
         except RuntimeError as error:  # such as out of memory; other problems may still work
             failed += 1
@@ -140,7 +140,7 @@ def tune(
 
 def _without_spills(problem: Problem, configs: Sequence[Any], gpu: Gpu, examine: Callable) -> list[Any]:
     """The configs whose kernels do not spill registers. `examine` compiles them."""
-    unspilled, show = [], progress(len(configs))
+    unspilled, show = [], progress(len(configs), "candidates")
     try:
         for i, (config, fits) in enumerate(zip(configs, examine(problem.problem, configs, gpu), strict=True), 1):
             unspilled += [config] * fits

@@ -13,7 +13,7 @@ from quackish.__main__ import main
 from quackish.cli import console
 from quackish.cli.commands import COMMANDS
 from quackish.errors import did_you_mean
-from quackish.text import fill, fill_page
+from quackish.text import fill, fill_page, significant
 
 
 @pytest.mark.parametrize(
@@ -230,12 +230,19 @@ def test_text_wraps_at_spaces(monkeypatch):
     assert fill(f"kept in {path} here", "- ") == f"- kept in\n  {path}\n  here"
 
 
+def test_large_numbers_have_no_exponent():
+    numbers = [(15_956.4, 4), (9_999.96, 4), (1_234_567.0, 4), (43.756, 3), (0.00151, 2), (3.0, 4)]
+    assert [significant(*number) for number in numbers] == ["15960", "10000", "1235000", "43.8", "0.0015", "3"]
+
+
 # Progress ------------------------------------------------------------------------------------------------------------
 
 
 def test_progress(capsys):
     now = itertools.count(step=15.0)
-    show = console.progress(4, clock=lambda: next(now))
+    show = console.progress(4, "kernels", clock=lambda: next(now))
     for done in range(5):
         show(done, f"step {done}")
-    assert capsys.readouterr().err == "1 of 4, 30 s, 1 min 30 s left: step 1\n3 of 4, 1 min 0 s, 20 s left: step 3\n"
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "1 of 4 kernels, 30 s, 1 min 30 s left: step 1"
+    assert second == "3 of 4 kernels, 1 min 0 s, 20 s left: step 3"
