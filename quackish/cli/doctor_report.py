@@ -21,6 +21,7 @@ from quackish.cli import check
 from quackish.cli.check import Case
 from quackish.cli.check_call import Check
 from quackish.cli.check_processes import checks, per_kernel, run_all, summary
+from quackish.cli.console import progress
 from quackish.cli.parser import program_name
 from quackish.device import cache, objects, toolchain, tuned, upkeep, variables
 from quackish.device.files import why_no_output
@@ -289,8 +290,10 @@ def operations(
     expects: Callable = has_kernels,
 ) -> dict[str, str]:
     """Path and results of each case on each device (default: all), and why the portable path runs if it does."""
-    rows = {}
-    for device, (name, case) in itertools.product(on or devices(), cases.items()):
+    rows, todo = {}, list(itertools.product(on or devices(), cases.items()))
+    show = progress(len(todo), "operations")
+    for i, (device, (name, case)) in enumerate(todo):
+        show(i, f"{name} on {device}")
         args, path, why_portable = case.make(device), KERNELS, ""
         try:
             try:
