@@ -5,9 +5,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from quackish.literals import Activation as Activation
-from quackish.literals import Backend, Reduction, Schedule
-from quackish.literals import RotaryLayout as RotaryLayout
+from quackish.literals import Activation, Backend, Reduction, RotaryLayout, Schedule  # noqa: F401 (public here too)
 
 Device = torch.device | str | int | None
 
