@@ -184,7 +184,7 @@ def warm_up(jobs: Sequence[Job]) -> None:
     workers = max(1, min(12, len(os.sched_getaffinity(0)) * 3 // 4, len(todo)))
     context = multiprocessing.get_context("spawn")
     pool = concurrent.futures.ProcessPoolExecutor(workers, context, initializer=_one_thread)
-    show = progress(len(todo))
+    show = progress(len(todo), "first steps")
     with pool:
         with defer_interrupts():
             futures = [pool.submit(first_step, *one) for one in todo]

@@ -1,4 +1,4 @@
-"""CuTe DSL kernels for Hopper and Blackwell, called from PyTorch. Importing starts neither CUDA nor the compiler."""
+"""CuTe DSL kernels for Hopper, and emulated ones for Blackwell. Importing starts neither CUDA nor the compiler."""
 
 import importlib
 from typing import TYPE_CHECKING

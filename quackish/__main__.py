@@ -13,8 +13,8 @@ from quackish.cli.parser import CommandError, program_name
 from quackish.errors import did_you_mean
 from quackish.text import fill
 
-# These have nothing to clean up, so Ctrl-C ends them at once, as all commands while torch is imported: an exception may
-# be lost in a destructor, and aborts the process in the imports of the compiler.
+# These have nothing to clean up, so Ctrl-C ends them at once, as all commands in `begin`, where torch is imported: an
+# exception may be lost in a destructor, and aborts the process in the imports of the compiler.
 _END_AT_ONCE = ("doctor", "emulate", "explain")
 
 
@@ -24,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     who = chosen or program_name()
     try:
         args = _parse(argv, chosen)
+        args.begin(args)
         if signal.getsignal(signal.SIGINT) is interrupt.end and chosen not in _END_AT_ONCE:
             interrupt.set_handler(signal.default_int_handler)
         return args.run(args)
@@ -53,7 +54,7 @@ def _parse(argv: Sequence[str], chosen: str | None) -> argparse.Namespace:
 
 def console_script() -> NoReturn:
     """The entry point of `quackish`, which ends the process."""
-    interrupt.set_handler(interrupt.end)  # until the command's file, and with it torch, is imported
+    interrupt.set_handler(interrupt.end)  # until torch is imported
     try:
         status = main()
         sys.stdout.flush()

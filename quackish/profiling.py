@@ -16,7 +16,7 @@ from torch import cuda
 from quackish.device import launch
 from quackish.device.spec import spec_of
 from quackish.device.work import Work, describe, estimate
-from quackish.gpu import Roofs, gpu_of, roofs_of
+from quackish.gpu import Roofs, gpu_of, roofs_of, speeds
 from quackish.text import table_of
 
 COLUMNS = tuple(
@@ -177,8 +177,3 @@ def _observed(function: Callable[..., None], args: tuple, kernel_class: type, pr
         end.record(stream)
     for active in list(_active):
         active._launches.append(record)
-
-
-def speeds(roofs: Roofs) -> str:
-    copy, add, gemm = roofs.copy / 1e12, roofs.add / 1e12, roofs.gemm / 1e12
-    return f"copy {copy:.2f} TB/s, add {add:.2f} TB/s, GEMM {gemm:.0f} TFLOP/s"

@@ -36,6 +36,11 @@ def fill_page(page: str, columns: int) -> str:
     return "\n\n".join(paragraphs)
 
 
+def significant(value: float, digits: int = 4) -> str:
+    """The number rounded to significant digits, without an exponent if it is large: 15960 instead of 1.596e+04."""
+    return f"{float(f'{value:.{digits}g}'):.12g}"
+
+
 # Tables --------------------------------------------------------------------------------------------------------------
 
 

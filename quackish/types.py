@@ -1,17 +1,12 @@
 """Types of the public functions' options: for annotations in programs, for type checkers, and for argument checks."""
 
-from typing import Literal, TypedDict
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
-Backend = Literal["auto", "cute", "reference"]
-Reduction = Literal["none", "mean", "sum"]
-Schedule = Literal["auto", "stored", "chunked", "recompute"]
-Activation = Literal[
-    "swiglu", "clamped_swiglu", "geglu", "geglu_erf", "reglu", "silu", "relu2", "gelu_tanh", "gelu_erf"
-]  # fmt: skip
-RotaryLayout = Literal["halves", "interleaved", "interleaved_to_halves"]
+from quackish.literals import Activation, Backend, Reduction, RotaryLayout, Schedule  # noqa: F401 (public here too)
+
 Device = torch.device | str | int | None
 
 # Options that do not change the type of the result. Overloads name the others.

@@ -103,7 +103,9 @@ def _passes_all(i: int, j: int, pieces: range) -> bool:
     return j == pieces[0] if j in pieces else not i < pieces[0] < j
 
 
-MUFU_CYCLES = 8  # of a warp's instruction: 4 results per cycle and quarter of an SM (CUDA C++ Programming Guide)
+MUFU_CYCLES = (
+    8  # of a warp's instruction on B200: 4 results per cycle and quarter of an SM (CUDA C++ Programming Guide)
+)
 
 
 class Epilogue(NamedTuple):
@@ -169,10 +171,7 @@ def epilogue_rows() -> Iterator[list[str]]:
 # GEMMs of a call ------------------------------------------------------------------------------------------------------
 
 FLOPS_PER_CYCLE = {"H200": 4096, "B200": 8192}  # per SM, dense bf16
-PEAK = {"H200": 989e12, "B200": 2250e12}  # dense bf16, data sheets
-BANDWIDTH = {"H200": 4.8e12, "B200": 8e12}  # data sheets
-SHARE = 700 / 989  # of PEAK that cuBLAS sustains at the H200's power limit: see quackish/gpu.py
-PEERS_SHARE = 6 * 8192 * 4096 * 128_256 / 17.26e-3 / 2250e12  # of PEAK that QuACK states for a B200
+SLOWEST, FASTEST = roofs_of(B200), roofs_of(B200).fastest  # published speeds; the clock is what power allows
 # Forward and backward at M x 4096 x 128256 in bf16 on a B200, in ms, as the projects state them.
 QUACK = {8192: 17.26}  # 0.6.2
 LIGER = {1024: 2.52, 4096: 9.04, 8192: 17.51, 16_384: 35.9, 65_536: 144.8}
@@ -213,7 +212,7 @@ def steps_of(words: str, gpu: Gpu) -> DryRun:
 
 def headline_rows() -> Iterator[list[str]]:
     yield [
-        "GEMM", "m, n, k", "MMAs / least", "waves", "filled", "L2 B/cycle", "MMA B/cycle", "GB", "predicted ms",
+        "GEMM", "m, n, k", "MMAs / least", "waves", "filled", "L2 B/cycle", "MMA B/cycle", "GB", "from ms", "to ms",
         "memory alone ms",
     ]  # fmt: skip
     for step in steps_of("linear_cross_entropy 8192x4096x128256", B200).steps:
@@ -229,40 +228,43 @@ def headline_rows() -> Iterator[list[str]]:
         yield [
             step.problem.spec.name_of(step.problem), f"{m}, {n}, {k}", f"{mmas:,} / {least:,.0f}", f"{tile.waves:.2f}",
             f"{tile.waves / math.ceil(tile.waves):.1%}", f"{config.stage_bytes / cycles:.0f}", f"{read / cycles:.0f}",
-            f"{step.work.bytes / 1e9:.2f}", f"{gemm_seconds(step, B200, SHARE) * 1e3:.2f}",
-            f"{1e3 * step.work.bytes / BANDWIDTH['B200']:.2f}",
+            f"{step.work.bytes / 1e9:.2f}", *(f"{gemm_seconds(step, B200, at) * 1e3:.2f}" for at in (FASTEST, SLOWEST)),
+            f"{1e3 * step.work.bytes / FASTEST.copy:.2f}",
         ]  # fmt: skip
 
 
 # Predictions ----------------------------------------------------------------------------------------------------------
 
 
-def gemm_seconds(step: Step, gpu: Gpu, share: float) -> float:
-    """Whole waves of tiles at the sustained rate. Splits of the last wave leave no SM idle."""
+def gemm_seconds(step: Step, gpu: Gpu, roofs: Roofs) -> float:
+    """Whole waves of tiles at the clock of `roofs`. Splits of the last wave leave no SM idle."""
     tile = tiling(step.choice.config, step.sizes, gpu)
     waves = tile.waves if step.problem.split_k_tail else math.ceil(tile.waves)
-    rate = share * PEAK[gpu.name] / gpu.sm_count  # of an SM
-    return waves * tile.tile_flops / rate + LAUNCH_US * 1e-6
+    cycles = waves * tile.tile_flops / FLOPS_PER_CYCLE[gpu.name]
+    return cycles / clock(gpu, roofs) + LAUNCH_US * 1e-6
 
 
-def seconds(dry: DryRun, gpu: Gpu, share: float) -> float:
-    """GEMMs by waves, other launches by bytes at the share of the bandwidth that the H200's copies reach."""
-    bandwidth = roofs_of(H200).copy / BANDWIDTH["H200"] * BANDWIDTH[gpu.name]
-    roofs = Roofs(bandwidth, bandwidth, share * PEAK[gpu.name], "model")
+def clock(gpu: Gpu, roofs: Roofs) -> float:
+    """The cycles per second at which tensor cores that are never idle reach the rate of long GEMMs."""
+    return roofs.gemm / (gpu.sm_count * FLOPS_PER_CYCLE[gpu.name])
+
+
+def seconds(dry: DryRun, gpu: Gpu, roofs: Roofs) -> float:
+    """GEMMs by waves, other launches by bytes."""
     total = 0.0
     for step in dry.steps:
         is_gemm = step.kernel == "lce_gemm" and not step.problem.epilogue.selects_tiles
-        once = gemm_seconds(step, gpu, share) if is_gemm else max(LAUNCH_US, estimate(step.work, roofs).us) * 1e-6
+        once = gemm_seconds(step, gpu, roofs) if is_gemm else max(LAUNCH_US, estimate(step.work, roofs).us) * 1e-6
         total += step.calls * once
     return total
 
 
 def prediction_rows() -> Iterator[list[str]]:
-    yield ["tokens", "predicted ms", "at QuACK's rate ms", "QuACK ms", "Liger ms", "schedule", "predicted GB"]
+    yield ["tokens", "from ms", "to ms", "QuACK ms", "Liger ms", "schedule", "expected GB"]
     for tokens in TOKENS:
         dry = steps_of(f"linear_cross_entropy {tokens}x4096x128256", B200)
         yield [
-            f"{tokens:,}", *(f"{1e3 * seconds(dry, B200, share):.2f}" for share in (SHARE, PEERS_SHARE)),
+            f"{tokens:,}", *(f"{1e3 * seconds(dry, B200, at):.2f}" for at in (FASTEST, SLOWEST)),
             *(f"{stated[tokens]:.2f}" if tokens in stated else "" for stated in (QUACK, LIGER)),
             dry.plan["Schedule"].partition(",")[0], f"{dry.peak_bytes / 1e9:.2f}",
         ]  # fmt: skip
@@ -276,7 +278,7 @@ def hopper_rows() -> Iterator[list[str]]:
                 key = row["provider"], row["data"], row["direction"], row["ignored"], row["dtype"]
                 if key != ("quackish", "normal", "forward+backward", "0.0", _BF16) or row["shape"] in MANY_ROWS:
                     continue
-                predicted = 1e3 * seconds(steps_of(f"linear_cross_entropy {row['shape']}", H200), H200, SHARE)
+                predicted = 1e3 * seconds(steps_of(f"linear_cross_entropy {row['shape']}", H200), H200, roofs_of(H200))
                 measured = float(row["median_ms"])
                 shape = row["shape"].replace("x", " x ")
                 ratio = predicted / measured

@@ -20,7 +20,8 @@ PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", *DOCS)
 WORKED_EXAMPLE = "docs/adding_an_operation.md"
 MOST_WORDS = {"all": 1080, "prose": 640}  # of the README; prose is all but code and tables
 
-# A fenced Python block, and the HTML comment before it if there is one: "gpu" (not run here), or "from: FILE".
+# A fenced Python block, and the HTML comment before it if there is one: "gpu" (not run here), "from: FILE", or
+# "beside: FILE" (a module that it imports).
 BLOCK = re.compile(r"(?:^<!-- (?P<mark>[^\n]*?) -->\n)?^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -66,18 +67,22 @@ def names() -> dict:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "```python" in text_of(page) and page != WORKED_EXAMPLE])
 def test_python_blocks_run(page, tmp_path, monkeypatch):
-    """All blocks of a page in order, in one namespace and an empty folder."""
+    """Each block alone, as if pasted: in a namespace of its own and an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("quackish.device.kernel_device._uses_kernels", True)  # restored after the test
-    space: dict = {}
     for mark, code, line in blocks(page):
         if mark == "gpu":
             continue
         if mark is not None and mark.startswith("from: "):
-            space.update(vars(example(excerpted(page, mark, code, line).stem)))
+            excerpted(page, mark, code, line)
             continue
+        if mark is not None:
+            stem = Path(mark.removeprefix("beside: ")).stem
+            monkeypatch.setitem(sys.modules, stem, example(stem))
         # pad with empty lines, so that tracebacks have the page's line numbers
-        exec(compile("\n" * (line - 1) + code, str(ROOT / page), "exec"), space)
+        exec(compile("\n" * (line - 1) + code, str(ROOT / page), "exec"), {})
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 
 
 def excerpted(page: str, mark: str, code: str, line: int) -> Path:

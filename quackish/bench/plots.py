@@ -111,10 +111,10 @@ def _draw_points(ax: Any, results: Results, cell: Cell, points: Mapping[str, Poi
         best = list(itertools.accumulate((ms for _, ms in ours), min))  # no slower with more memory
         beaten: dict[str, Any] = dict(step="post", color=color_of(OURS), alpha=0.07, linewidth=0)
         ax.fill_between([*(gb for gb, _ in ours), right], [*best, best[-1]], top, **beaten)
-        text = "shaded: ours is faster and needs less memory"
+        text = "lower left is better; shaded: ours is faster and needs less memory"
         ax.annotate(text, (1, 1), (-4, -4), xycoords="axes fraction", ha="right", va="top", **offset)
-    ax.set_xlabel("peak memory above the inputs, GB" + (", gradients included" if is_step else ""))
-    ax.set_ylabel("milliseconds" + (", forward and backward" if is_step else ""))
+    ax.set_xlabel(f"peak memory above the inputs, GB{', gradients included' * is_step} (log scale)")
+    ax.set_ylabel(f"milliseconds{', forward and backward' * is_step} (log scale)")
     ax.set_title(
         f"{m:,} tokens, hidden size {h:,}, vocabulary {v:,}, {cell.dtype}{',' * bool(cell.kind)}{cell.kind}", loc="left"
     )

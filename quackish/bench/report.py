@@ -8,7 +8,7 @@ from quackish.bench import plots
 from quackish.bench.cells import Cell, is_ours
 from quackish.bench.results import Results, Row, cell_of, read_rows, scale_of
 from quackish.bench.table import ERRORS
-from quackish.text import fill
+from quackish.text import fill, significant
 
 Verdict = tuple[str, str]  # (PASS or FAIL, the numbers)
 
@@ -106,7 +106,9 @@ def _by_cell(results: Results) -> list[str]:
             continue
         sizes = ", ".join(f"{dim} {size}" for dim, size in zip(results.op.dims, cell.shape, strict=True))
         roofs = [
-            f"{text} {ms:.4g} ms" for name, text in results.bench.baselines.items() if (ms := results.ms(cell, name))
+            f"{text} {significant(ms)} ms"
+            for name, text in results.bench.baselines.items()
+            if (ms := results.ms(cell, name))
         ]
         models = f" ({names})" if (names := results.models(cell)) else ""
         parts += [f"## {cell.direction.capitalize()}, {cell.dtype}: {sizes}{cell.kind}{models}\n"]
@@ -127,7 +129,7 @@ def _summary(results: Results, cells: Sequence[Cell]) -> str:
         if not (ms := results.ms(cell, name)):
             return "-"
         correct = [results.ms(cell, n) for n in results.providers([cell]) if not results.is_wrong(cell, n)]
-        text, percent = f"{scale * ms:.6g}", results.value(cell, name, "pct_of_roof")
+        text, percent = significant(scale * ms, 6), results.value(cell, name, "pct_of_roof")
         text = f"**{text}**" if name != roof and ms == min(correct, default=0) else text
         share = "wrong" if results.is_wrong(cell, name) else f"{percent:.0f} %" if percent and name != roof else ""
         return f"{text} ({share})" if share else text
@@ -141,9 +143,9 @@ def _summary(results: Results, cells: Sequence[Cell]) -> str:
 
 
 _SYMBOLS = {"dx": "dX", "dweight": "dW", "dw2": "dW2"}  # symbols of gradients
-_DETAILS = {  # columns of a results file
-    "% of roof": ("pct_of_roof", ".4g"),
-    "peak MB": ("peak_mb", ".5g"),
+_DETAILS: dict[str, tuple[str, str | int]] = {  # columns of a results file
+    "% of roof": ("pct_of_roof", 4),
+    "peak MB": ("peak_mb", 5),
     "standing MB": ("standing_mb", ".2f"),
     "launches": ("launches", ".0f"),
     **{f"err {_SYMBOLS.get(of, of)}": (f"err_{of}", ".2g") for of in (name.removeprefix("err_") for name in ERRORS)},
@@ -161,11 +163,11 @@ def _details(results: Results, cells: Sequence[Cell]) -> str:
     ]
     table = {"shape": [f"{row['shape']}{cell_of(row).kind}" for row in rows]} if len(cells) > 1 else {}
     table["provider"] = [f"**{row['provider']}**" if is_ours(row["provider"]) else row["provider"] for row in rows]
-    median, p20, p80 = ([_number(row, f"{name}_ms", ".4g", scale) for row in rows] for name in ("median", "p20", "p80"))
+    median, p20, p80 = ([_number(row, f"{name}_ms", 4, scale) for row in rows] for name in ("median", "p20", "p80"))
     table |= {unit: median, "p20-p80": list(map("-".join, zip(p20, p80, strict=True)))}
     if steady := results.steady(cells[0]):
         bursts = [results.cells[steady].get(row["provider"], {}) for row in rows]
-        table["steady ms"] = [_number(row, "median_ms", ".4g") for row in bursts]
+        table["steady ms"] = [_number(row, "median_ms", 4) for row in bursts]
         ratios = [100 / float(row["pct_of_roof"]) if row.get("pct_of_roof") else None for row in bursts]
         table["steady / 3 GEMMs"] = [f"{ratio:.3f}" if ratio else "" for ratio in ratios]
     for title, (column, form) in _DETAILS.items():
@@ -174,7 +176,10 @@ def _details(results: Results, cells: Sequence[Cell]) -> str:
     return markdown_table(list(table), zip(*table.values(), strict=True))
 
 
-def _number(row: Row, column: str, form: str, factor: float = 1.0) -> str:
-    """A column's value, formatted by `form`; unchanged without one."""
+def _number(row: Row, column: str, form: str | int, factor: float = 1.0) -> str:
+    """A column's value, formatted by `form`, which may be a number of digits; unchanged without one."""
     value = row.get(column, "")
-    return f"{factor * float(value):{form}}" if value and form else value
+    if not value or not form:
+        return value
+    number = factor * float(value)
+    return significant(number, form) if isinstance(form, int) else f"{number:{form}}"

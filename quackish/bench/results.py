@@ -12,6 +12,7 @@ from quackish.bench.environment import ENVIRONMENT
 from quackish.bench.measure import WRONG, Record
 from quackish.bench.table import BENCHES, ERRORS, NOT_PROVIDERS
 from quackish.ops.shared.for_tools import parse_shape
+from quackish.text import significant
 
 Row = dict[str, str]
 Point = tuple[float, float]  # milliseconds, GB
@@ -167,7 +168,7 @@ class Results:
         """Peers, with time and memory, that are better than every point of quackish in time or in memory."""
         ours = [point for name, point in self.points(cell).items() if is_ours(name)]
         return [
-            f"{name} ({ms:.4g} ms, {gb:.4f} GB{', wrong results' if self.is_wrong(cell, name) else ''})"
+            f"{name} ({significant(ms)} ms, {gb:.4f} GB{', wrong results' if self.is_wrong(cell, name) else ''})"
             for name, (ms, gb) in self.peers(cell).items()
             if not any(a <= ms and b <= gb for a, b in ours)
         ]

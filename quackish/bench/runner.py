@@ -16,7 +16,7 @@ from quackish.bench.results import CsvLog, read_rows, row_of, scale_of
 from quackish.bench.table import NOT_PROVIDERS
 from quackish.cli.console import progress
 from quackish.cli.interrupt import end_on_sigterm
-from quackish.text import fill
+from quackish.text import fill, significant
 
 INTERRUPTED = "interrupted"
 
@@ -77,7 +77,7 @@ def _new_file(path: Path) -> Path:
 
 def _measure(jobs: Sequence[Job], supervisor: Supervisor, log: CsvLog) -> bool:
     """Returns True if a provider was measured."""
-    measured, show = False, progress(len(jobs))
+    measured, show = False, progress(len(jobs), "cells")
     for i, job in enumerate(jobs):
 
         def begin(step: str, i=i, cell=job.cell) -> None:
@@ -113,7 +113,7 @@ def _lines(job: Job, records: Mapping[str, Record]) -> str:
 
     def shown(name: str) -> str:
         ms, roof = timed[name]["median_ms"], timed[name].get("roof_ms")
-        return f"{name} {scale * ms:.4g}" + (f" = {ms / roof:.3f}" if roof else "")
+        return f"{name} {significant(scale * ms)}" + (f" = {ms / roof:.3f}" if roof else "")
 
     fastest_first = sorted(timed, key=lambda name: timed[name]["median_ms"])
     times = f"{unit}: {', '.join(map(shown, fastest_first)) or 'nothing measured'}"

@@ -15,12 +15,12 @@ until then the rows are in *.partial*.csv beside it.
 
 import argparse
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quackish.cli.call_arguments import flag_of
-from quackish.cli.parser import CommandError, check_bench_extra, output_folder, positive
+from quackish.cli.parser import CommandError, Parser, check_bench_extra, output_folder, positive
 from quackish.ops.shared.argument_types import one_of
-from quackish.ops.shared.for_tools import DTYPES
+from quackish.ops.shared.for_tools import DTYPES, operations
 
 if TYPE_CHECKING:
     from quackish.bench.table import Bench
@@ -29,12 +29,23 @@ _DTYPES = {short: name for short, name in DTYPES.items() if short != "fp64"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from quackish.bench.table import BENCHES
+    what = parser.add_subparsers(dest="what", metavar="WHAT", required=True, parser_class=_MeasuringParser)
+    for name, op in operations().items():
+        what.add_parser(name, help=op.title, description=f"Times {name} and its peers.").set_defaults(what=name)
 
-    what = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
-    for name, bench in BENCHES.items():
-        measuring = what.add_parser(name, help=bench.op.title, description=f"Times {name} and its peers.")
-        _add_measuring_arguments(measuring, bench)
+
+class _MeasuringParser(Parser):
+    """Has its arguments once it is used: the lists of providers need torch."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        from quackish.bench.table import BENCHES
+
+        _add_measuring_arguments(self, BENCHES[self.get_default("what")])
+        return super().parse_known_args(args, namespace)
+
+
+def begin(args: argparse.Namespace) -> None:
+    check_bench_extra()
 
 
 def _add_measuring_arguments(parser: argparse.ArgumentParser, bench: "Bench") -> None:
@@ -73,7 +84,6 @@ def _add_measuring_arguments(parser: argparse.ArgumentParser, bench: "Bench") ->
 
 def run(args: argparse.Namespace) -> int:
     """Returns 0, or 1 if nothing was measured."""
-    check_bench_extra()
     try:
         return _measure(args)
     except (ValueError, OSError, RuntimeError) as error:

@@ -3,17 +3,19 @@
 import argparse
 import textwrap
 from collections.abc import Sequence
-from typing import Any
-
-import torch
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from quackish.cli.parser import CommandError
-from quackish.device.kernel_device import why_unsupported
+from quackish.device import toolchain
 from quackish.gpu import H200, NAMED, Gpu, gpu_of
 from quackish.ops.shared.argument_types import one_of
-from quackish.ops.shared.dry_run import DryRun, dry_run
 from quackish.ops.shared.for_tools import DTYPES, Args, Operation, operations, parse_shape
-from quackish.ops.shared.memory_counter import META
+
+if TYPE_CHECKING:
+    import torch
+
+    from quackish.ops.shared.dry_run import DryRun
 
 # The operations that explain, precompile and tune take, and (operation, passes) by name: rms_norm_forward is one pass.
 DRY = tuple(op for op in operations().values() if op.has_dry_run)
@@ -48,8 +50,13 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def dry_run_call(args: argparse.Namespace, gpu: Gpu | None) -> DryRun:
+def dry_run_call(args: argparse.Namespace, gpu: Gpu | None) -> "DryRun":
     """What the call `args` launches on `gpu` (None: a CPU). Raises CommandError for invalid arguments."""
+    import torch
+
+    from quackish.device.kernel_device import why_unsupported
+    from quackish.ops.shared.dry_run import DryRun, dry_run
+
     op, passes = CALLS[args.op]
     meta = meta_arguments(args)
     if gpu is None:
@@ -62,19 +69,28 @@ def dry_run_call(args: argparse.Namespace, gpu: Gpu | None) -> DryRun:
 
 def meta_arguments(args: argparse.Namespace) -> Args:
     """The arguments of the call `args`, on the meta device. Raises CommandError for invalid ones."""
+    from quackish.ops.shared.memory_counter import META
+
     return arguments_of(args, CALLS[args.op][0], DRY, META)
 
 
-def arguments_of(args: argparse.Namespace, op: Operation, entries: Sequence[Operation], device: torch.device) -> Args:
-    """The arguments of the call `args` of `op`, one of `entries`. Raises CommandError for invalid ones."""
+def shape_of(args: argparse.Namespace, op: Operation, entries: Sequence[Operation]) -> tuple[int, ...]:
+    """The shape of the call `args`, without importing torch. Raises CommandError for it, and for options of others."""
     for other in entries:
         for name in other.options.keys() - op.options.keys():
             if getattr(args, name) is not None:
                 raise CommandError(f"{flag_of(name)} is an option of {other.name}, not of {args.op}")
     try:
-        shape = parse_shape(args.shape, op.form)
+        return parse_shape(args.shape, op.form)
     except ValueError as error:
         raise CommandError(f"SHAPE is {error}") from None
+
+
+def arguments_of(args: argparse.Namespace, op: Operation, entries: Sequence[Operation], device: "torch.device") -> Args:
+    """The arguments of the call `args` of `op`, one of `entries`. Raises CommandError for invalid ones."""
+    import torch
+
+    shape = shape_of(args, op, entries)
     given = {name: value for name in op.options if (value := getattr(args, name)) is not None}
     try:
         return op.arguments(shape, getattr(torch, args.dtype), device, given)
@@ -82,11 +98,22 @@ def arguments_of(args: argparse.Namespace, op: Operation, entries: Sequence[Oper
         raise CommandError(str(error)) from None
 
 
+def has_gpu() -> bool:
+    """Without a driver, of CUDA or ROCm, the answer is no, before torch is imported."""
+    if toolchain.driver_cuda() is None and not Path("/dev/kfd").exists():
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def select_gpu(name: str | None) -> tuple[Gpu | None, str]:
     """The GPU (None: a CPU) for --gpu, and how it was selected if none was named."""
     if name not in (None, "this"):
         return NAMED.get(name), ""
-    if torch.cuda.is_available():
+    if has_gpu():
+        import torch
+
         return gpu_of(torch.cuda.current_device()), "the current one here"
     if name == "this":
         raise CommandError(f"--gpu is this, but there is no GPU here; expected one of {', '.join(NAMED)}, cpu")

@@ -27,7 +27,7 @@ class Case(NamedTuple):
 
 def _case(op: Operation, test: SelfTest, timed: bool = False) -> Case:
     def make(device: torch.device) -> Args:
-        return op.arguments(test.shape, test.dtype, device, test.options)
+        return op.arguments(test.shape, getattr(torch, test.dtype), device, test.options)
 
     return Case(make, op.call, op.spec, op.bound_of, timed, test.only_timed)
 

@@ -19,7 +19,10 @@ COMMANDS = {
 
 
 def parser_of(chosen: str | None, script: bool = False) -> Parser:
-    """The parser, with the arguments of the chosen command. script: of emulate with a script."""
+    """The parser, with the arguments of the chosen command. script: of emulate with a script.
+
+    A command refuses in `begin` what it can without torch, which takes seconds to import, and `run` does the rest.
+    """
     parser = Parser(prog=program_name(), description=_ABOUT)
     parser.add_argument("--version", action="version", version=f"quackish {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -30,5 +33,5 @@ def parser_of(chosen: str | None, script: bool = False) -> Parser:
         command = subparsers.add_parser(name, help=summary, description=None if module is None else module.__doc__)
         if module is not None:
             module.add_arguments(command)
-            command.set_defaults(run=module.run)
+            command.set_defaults(begin=getattr(module, "begin", lambda args: None), run=module.run)
     return parser

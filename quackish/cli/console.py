@@ -8,10 +8,10 @@ NO_GPU = "No GPU: small shapes run on the CPU. This tests the benchmark itself; 
 PROGRESS_S = 20.0  # between lines of progress
 
 
-def progress(total: int, clock: Callable[[], float] = time.monotonic) -> Callable[[int, str], None]:
+def progress(total: int, unit: str, clock: Callable[[], float] = time.monotonic) -> Callable[[int, str], None]:
     """Returns `show(done, text)`, which prints how much is done and the time left on stderr, at most every 20 seconds.
 
-    `done` of the total are finished, and `text` says what runs now.
+    `done` of the total, in units such as "steps", are finished, and `text` says what runs now.
     """
     started = last = clock()
 
@@ -22,7 +22,7 @@ def progress(total: int, clock: Callable[[], float] = time.monotonic) -> Callabl
             return
         last = now
         left = f", {duration((now - started) / done * (total - done))} left" if 0 < done < total else ""
-        print(f"{done} of {total}, {duration(now - started)}{left}: {text}", file=sys.stderr, flush=True)
+        print(f"{done} of {total} {unit}, {duration(now - started)}{left}: {text}", file=sys.stderr, flush=True)
 
     return show
 

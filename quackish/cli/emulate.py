@@ -17,9 +17,7 @@ The emulator is slow: choose shapes of some hundred rows and columns. It needs n
 
 import argparse
 from collections.abc import Mapping
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 import quackish
 from quackish.cli import call_arguments
@@ -28,8 +26,10 @@ from quackish.errors import UnsupportedError
 from quackish.gpu import NAMED
 from quackish.ops.shared.argument_types import one_of
 from quackish.ops.shared.for_tools import Operation, in_fp64, operations
-from quackish.testing.errors import error
 from quackish.text import fill, table_of, text_table
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 OPERATIONS = operations()
 _ENTRIES = tuple(OPERATIONS.values())
@@ -47,7 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help=seed_help)
 
 
+def begin(args: argparse.Namespace) -> None:
+    call_arguments.shape_of(args, OPERATIONS[args.op], _ENTRIES)
+
+
 def run(args: argparse.Namespace) -> int:
+    import torch
+
     op = OPERATIONS[args.op]
     call_args = call_arguments.arguments_of(args, op, _ENTRIES, torch.device("cpu"))
     try:
@@ -75,8 +81,10 @@ def run(args: argparse.Namespace) -> int:
     return int(any(row[-1] for row in rows))
 
 
-def _compared(op: Operation, results: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> list[tuple[str, ...]]:
+def _compared(op: Operation, results: Mapping[str, "Tensor"], truth: Mapping[str, "Tensor"]) -> list[tuple[str, ...]]:
     """For each result its norm-wise error and bound; the last cell is empty if it is right."""
+    from quackish.testing.errors import error
+
     rows: list[tuple[str, ...]] = []
     for name, got in results.items():
         off, bound = error(got.double(), truth[name].double()).norm, op.bound_of(name)

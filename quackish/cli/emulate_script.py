@@ -25,14 +25,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
 
 
+def begin(args: argparse.Namespace) -> None:
+    if not Path(args.script).is_file():
+        raise CommandError(f"{args.script} is not a file")
+
+
 def run(args: argparse.Namespace) -> int:
     try:
         from quackish import emulator
         from quackish.emulator import scripts
     except ImportError as why:
         raise CommandError(str(why)) from None
-    if not Path(args.script).is_file():
-        raise CommandError(f"{args.script} is not a file")
     try:
         scripts.restart_with_aligned_memory()
     except emulator.ToolMissing as why:

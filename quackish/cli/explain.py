@@ -9,15 +9,16 @@ Needs no GPU. Each kernel is compiled for the chosen GPU, which takes a second, 
 with cuobjdump, from Triton's wheel or the CUDA toolkit. --no-compile skips this.
 
 Estimated times are those of the bytes and FLOPs at the speeds in the last lines. A launch can be faster: the speed of
-tensor cores is that of long GEMMs at the power limit.
+tensor cores is that of long GEMMs at the power limit. For a B200, where nothing was measured, they are intervals.
 
 For linear cross entropy a table shows what each memory_limit selects.
 """
 
 import argparse
 import itertools
+import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quackish.cli import call_arguments
 from quackish.cli.call_arguments import dry_run_call, meta_arguments, select_gpu
@@ -27,11 +28,12 @@ from quackish.device.choose import Choice
 from quackish.device.launch import Resources
 from quackish.device.spec import EMULATED_ONLY
 from quackish.device.work import describe, estimate
-from quackish.gpu import NAMED, Gpu, Roofs, roofs_of
+from quackish.gpu import NAMED, Gpu, Roofs, roofs_of, speeds
 from quackish.ops.shared.argument_types import one_of
-from quackish.ops.shared.dry_run import DryRun, Step
-from quackish.profiling import speeds
 from quackish.text import fill, table_of, text_table
+
+if TYPE_CHECKING:
+    from quackish.ops.shared.dry_run import DryRun, Step
 
 _SYSTEM_SMEM_BYTES = 1024  # per CTA
 
@@ -45,6 +47,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", type=one_of(names), help=gpu_help)
     compile_help = "do not compile; omits registers, shared memory and CTAs per SM"
     parser.add_argument("--no-compile", action="store_true", help=compile_help)
+
+
+def begin(args: argparse.Namespace) -> None:
+    call_arguments.shape_of(args, call_arguments.CALLS[args.op][0], call_arguments.DRY)
+    if args.gpu == "this":
+        select_gpu(args.gpu)
+    if not args.no_compile:
+        line = "explain: compiles each kernel to read its registers, which takes seconds; --no-compile skips this"
+        print(fill(line, indent="  "), file=sys.stderr, flush=True)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,6 +72,10 @@ def text(args: argparse.Namespace) -> str:
         return _filled([*head, "Path: the portable path, in plain PyTorch", f"Why: {dry.portable}"])
     head += ["Path: quackish's kernels", *(f"{title}: {decision}" for title, decision in dry.plan.items())]
     roofs, notes = roofs_of(gpu), list(dry.notes)
+    if roofs is not None and roofs.fastest is not None:
+        head.append(
+            f"Nothing was measured on a {gpu.name}: expected times are intervals, from the fastest to the slowest."
+        )
     if gpu.family in EMULATED_ONLY:
         notes.append("No Blackwell GPU has run these kernels: they are compiled and emulated. See docs/blackwell.md.")
     distinct = list(dict.fromkeys((s.problem, s.choice) for s in dry.steps if s.choice is not None))
@@ -83,10 +98,10 @@ def _filled(lines: Sequence[str]) -> str:
 def _resource_usage(distinct: list[_Chosen], gpu: Gpu, notes: list[str]) -> list[Resources]:
     """The resources of each kernel; empty, with a note, if they cannot be read."""
     usage: list[Resources] = []
-    show = progress(len(distinct))
+    show = progress(len(distinct), "kernels")
     try:
         for problem, choice in distinct:
-            show(len(usage), "compiling kernels")
+            show(len(usage), "compiling")
             kernel = problem.spec.kernel_class(gpu)
             usage.append(launch.resources(kernel, problem, choice.config, gpu.target))
     except (FileNotFoundError, ModuleNotFoundError) as error:
@@ -96,8 +111,9 @@ def _resource_usage(distinct: list[_Chosen], gpu: Gpu, notes: list[str]) -> list
     return usage
 
 
-def _launch_table(steps: list[Step], distinct: list[_Chosen], roofs: Roofs | None) -> str:
+def _launch_table(steps: list["Step"], distinct: list[_Chosen], roofs: Roofs | None) -> str:
     """Numbers and sizes of each launch. Equal launches share a row, in the order of their first launch."""
+    speeds_by_column = _speeds_by_column(roofs)
     equal: dict[tuple, list[Step]] = {}
     for step in steps:
         equal.setdefault((step.phase, step.kernel, step.problem, step.choice, *step.sizes.items()), []).append(step)
@@ -111,17 +127,23 @@ def _launch_table(steps: list[Step], distinct: list[_Chosen], roofs: Roofs | Non
             number = f"[{distinct.index((step.problem, step.choice)) + 1}] " if is_ours else ""
             row: dict[str, Any] = {"launch": number + step.kernel}
             row |= {"read": step.work.bytes_read, "written": step.work.bytes_written, "FLOPs": step.work.flops}
-            if roofs is not None:
-                expected = estimate(step.work, roofs)
-                row |= {"est. us": expected.us, "bound": expected.bound}
+            for column, at in speeds_by_column.items():
+                row |= {column: estimate(step.work, at).us, "bound": estimate(step.work, at).bound}
             sizes = describe(None, step.sizes) if is_ours else step.problem
             rows += [row, fill(f"{calls} calls, each {sizes}" if calls > 1 else sizes, "    ")]
-            for column in {"read", "written", "FLOPs", "est. us"} & row.keys():
+            for column in {"read", "written", "FLOPs", *speeds_by_column} & row.keys():
                 total[column] = total.get(column, 0) + calls * row[column]
     formats: dict[str, Any] = {"launch": "", "read": _bytes, "written": _bytes, "FLOPs": _unit}
-    if roofs is not None:
-        formats |= {"est. us": ".1f", "bound": ""}
+    if speeds_by_column:
+        formats |= dict.fromkeys(speeds_by_column, ".1f") | {"bound": ""}
     return table_of(rows + [total] * (len(steps) > 1), formats)
+
+
+def _speeds_by_column(roofs: Roofs | None) -> dict[str, Roofs]:
+    """The columns of estimated times, and the speeds of each."""
+    if roofs is None:
+        return {}
+    return {"est. us": roofs} if roofs.fastest is None else {"from us": roofs.fastest, "to us": roofs}
 
 
 def _kernel_list(distinct: list[_Chosen], gpu: Gpu) -> str:
@@ -170,7 +192,7 @@ def _ctas_per_sm(used: Resources, config: Any, gpu: Gpu) -> tuple[int, str]:
     return fit[limit], limit
 
 
-def _memory_table(dry: DryRun) -> str:
+def _memory_table(dry: "DryRun") -> str:
     """The buffers that take 1 % or more of the peak, and the sum of smaller ones."""
     large = [buffer for buffer in dry.buffers if buffer.bytes * 100 >= dry.peak_bytes]
     rows = [[_bytes(buffer.bytes), buffer.text] for buffer in large]
@@ -183,6 +205,8 @@ def _roofs(roofs: Roofs | None, gpu: Gpu) -> str:
     """The line on the speeds that estimated times assume."""
     if roofs is None:
         return f"No estimated times: the speeds of {gpu.name} are not known."
+    if roofs.fastest is not None:
+        return f"Expected times are between those at {speeds(roofs)}, and at {speeds(roofs.fastest)} ({roofs.source})."
     return f"Estimated times are at {speeds(roofs)} ({roofs.source}). {roofs.note}".rstrip()
 
 

@@ -20,8 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from quackish.cli import call_arguments
 from quackish.cli.parser import CommandError, Parser, positive
@@ -31,8 +30,10 @@ from quackish.device.work import describe
 from quackish.errors import UnsupportedError
 from quackish.gpu import FAMILIES, NAMED, Gpu
 from quackish.ops.shared.argument_types import one_of
-from quackish.ops.shared.dry_run import DryRun
 from quackish.text import fill
+
+if TYPE_CHECKING:
+    from quackish.ops.shared.dry_run import DryRun
 
 _GPUS = [name for name, gpu in NAMED.items() if gpu.family in FAMILIES]
 
@@ -44,6 +45,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     jobs_help = "number of processes; default: one per core, at most 16"
     parser.add_argument("--jobs", type=positive, metavar="N", help=jobs_help)
     parser.add_argument("--from", dest="file", type=Path, metavar="FILE", help="a file with one call per line")
+
+
+def begin(args: argparse.Namespace) -> None:
+    if (args.op is None) == (args.file is None) or (args.op and not args.shapes):
+        raise CommandError("expected OP and at least one SHAPE, or --from FILE")
+    if "this" in args.gpu and not call_arguments.has_gpu():
+        raise CommandError(f"there is no GPU here; name one to compile for: --gpu {', '.join(_GPUS)}")
+    import torch  # noqa: F401
 
 
 def run(
@@ -92,10 +101,6 @@ def _check_compiler_and_cache(find: Callable) -> None:
 
 def _requests(args: argparse.Namespace) -> tuple[list[launch.Request], list[str]]:
     """The distinct kernels of all calls, and for each call on the portable path the reason."""
-    if (args.op is None) == (args.file is None) or (args.op and not args.shapes):
-        raise CommandError("expected OP and at least one SHAPE, or --from FILE")
-    if "this" in args.gpu and not torch.cuda.is_available():
-        raise CommandError(f"there is no GPU here; name one to compile for: --gpu {', '.join(_GPUS)}")
     gpus = [call_arguments.select_gpu(name)[0] for name in args.gpu]
     calls = _lines(args.file) if args.file else [("", {**vars(args), "shape": shape}) for shape in args.shapes]
     requests: dict[launch.Request, None] = {}
@@ -145,7 +150,7 @@ def requests_of(op: str, shape: str, gpu: str) -> list[launch.Request]:
     return list(dict.fromkeys(_requests_of(dry, NAMED[gpu])))
 
 
-def _requests_of(dry: DryRun, gpu: Gpu) -> Iterator[launch.Request]:
+def _requests_of(dry: "DryRun", gpu: Gpu) -> Iterator[launch.Request]:
     for step in dry.steps:
         if step.choice is not None:  # else PyTorch launches it
             yield launch.Request(step.problem.spec.kernel_class(gpu), step.problem, step.choice.config, gpu.target)

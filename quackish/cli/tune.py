@@ -19,9 +19,7 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quackish.cli import call_arguments
 from quackish.cli.console import progress
@@ -32,8 +30,12 @@ from quackish.device.work import describe
 from quackish.errors import UnsupportedError
 from quackish.gpu import Gpu, gpu_of
 from quackish.text import fill, text_table
-from quackish.tune import cases, search
 from quackish.tune.candidates import candidates
+
+if TYPE_CHECKING:
+    import torch
+
+    from quackish.tune import search
 
 
 class Problem(NamedTuple):
@@ -57,9 +59,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--candidates", type=positive, default=64, metavar="N", help=candidates_help)
 
 
-def run(args: argparse.Namespace) -> int:
-    if not torch.cuda.is_available():
+def begin(args: argparse.Namespace) -> None:
+    for shape in shapes_of(args):
+        call_arguments.shape_of(
+            argparse.Namespace(**vars(args), shape=shape), call_arguments.CALLS[args.op][0], call_arguments.DRY
+        )
+    if not call_arguments.has_gpu():
         raise CommandError("there is no GPU here to measure on")
+
+
+def shapes_of(args: argparse.Namespace) -> list[str]:
+    return list(dict.fromkeys(shape for words in args.shapes for shape in words.split(",") if shape))
+
+
+def run(args: argparse.Namespace) -> int:
+    import torch
+
     try:
         toolchain.find()
     except UnsupportedError as error:
@@ -72,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 def plan(args: argparse.Namespace, gpu: Gpu) -> list[Problem]:
     """The tunable problems of all shapes. Raises CommandError for an invalid argument."""
     problems: dict[Any, Problem] = {}
-    for shape in dict.fromkeys(shape for words in args.shapes for shape in words.split(",") if shape):
+    for shape in shapes_of(args):
         dry = call_arguments.dry_run_call(argparse.Namespace(**vars(args), shape=shape), gpu)
         if dry.portable is not None:
             raise CommandError(f"there is nothing to tune: {dry.portable}")
@@ -93,10 +108,13 @@ def plan(args: argparse.Namespace, gpu: Gpu) -> list[Problem]:
 
 
 def tune(
-    problems: Sequence[Problem], gpu: Gpu, max_candidates: int, device: torch.device,
-    examine: Callable = search.examine, search_for: Callable[..., search.Outcome] = search.search,
+    problems: Sequence[Problem], gpu: Gpu, max_candidates: int, device: "torch.device",
+    examine: Callable | None = None, search_for: Callable[..., "search.Outcome"] | None = None,
 ) -> int:  # fmt: skip
     """Tunes problems one by one and stores the results. Returns the exit status."""
+    from quackish.tune import cases, search
+
+    examine, search_for = examine or search.examine, search_for or search.search
     if why := why_no_output(tuned.path().parent):
         raise CommandError(f"{tuned.path()} cannot be written: {why}; QUACKISH_CONFIG_DIR names another folder")
     failed = 0
@@ -109,7 +127,7 @@ def tune(
         print(f"  {len(others)} candidates, {len(unspilled)} without spilled registers", flush=True)
         shapes = [functools.partial(cases.prepare, problem.problem, gpu, sizes, device) for sizes in problem.sizes]
         try:
-            show = progress(search.num_steps(len(shapes)))
+            show = progress(search.num_steps(len(shapes)), "steps")
             outcome = search_for([base, *unspilled], shapes, device, show=show)
         except RuntimeError as error:  # such as out of memory; other problems may still work
             failed += 1
@@ -122,7 +140,7 @@ def tune(
 
 def _without_spills(problem: Problem, configs: Sequence[Any], gpu: Gpu, examine: Callable) -> list[Any]:
     """The configs whose kernels do not spill registers. `examine` compiles them."""
-    unspilled, show = [], progress(len(configs))
+    unspilled, show = [], progress(len(configs), "candidates")
     try:
         for i, (config, fits) in enumerate(zip(configs, examine(problem.problem, configs, gpu), strict=True), 1):
             unspilled += [config] * fits
@@ -132,7 +150,7 @@ def _without_spills(problem: Problem, configs: Sequence[Any], gpu: Gpu, examine:
     return unspilled
 
 
-def _store(problem: Problem, outcome: search.Outcome, gpu: Gpu) -> None:
+def _store(problem: Problem, outcome: "search.Outcome", gpu: Gpu) -> None:
     """Prints the outcome and writes the best config into the table."""
     for config, why in outcome.dropped:
         print(fill(f"dropped: {config}: {why}", "  ", "    "))

@@ -12,8 +12,9 @@ from packaging.version import Version
 
 from quackish.__main__ import main
 from quackish.bench.torch_kernel import Status
-from quackish.cli import doctor
-from quackish.cli.doctor import KERNELS, PORTABLE, Report
+from quackish.cli import doctor as command
+from quackish.cli import doctor_report as doctor
+from quackish.cli.doctor_report import KERNELS, PORTABLE, Report
 from quackish.cli.parser import CommandError
 from quackish.device import toolchain, variables
 from quackish.errors import UnsupportedError
@@ -44,7 +45,8 @@ def only_problem(section, *args, **given):
 
 def test_a_healthy_installation(capsys):
     assert main(["doctor"]) == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert err.startswith("doctor: checking versions, GPUs,")
     for part in ("Versions", "Operations", "ok; errors y", "same bits in two runs", "Cache", "No problem found."):
         assert part in out
     for name in ("rms_norm", "linear_cross_entropy", "grouped_mlp", "moe_mlp", "scaled_dot_product_attention"):
@@ -54,7 +56,7 @@ def test_a_healthy_installation(capsys):
 
 def test_a_file_that_cannot_be_written(tmp_path):
     with pytest.raises(CommandError, match="the report above cannot be written: "):
-        doctor.write(Report(), tmp_path / "missing" / "check.json")
+        command.write(Report(), tmp_path / "missing" / "check.json")
 
 
 def test_a_section_that_raises():

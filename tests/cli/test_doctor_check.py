@@ -9,7 +9,8 @@ import torch
 
 from quackish import ops
 from quackish.__main__ import main
-from quackish.cli import check, check_call, check_processes, doctor
+from quackish.cli import call_arguments, check, check_call, check_processes
+from quackish.cli import doctor_report as doctor
 from quackish.cli.check_call import Check
 from quackish.cli.check_processes import checks, per_kernel, run, run_all
 from quackish.device.kernel_device import KernelDevice, substitute
@@ -146,7 +147,7 @@ def test_results_per_kernel(records):
 
 
 def test_the_report_and_its_file(tmp_path, capsys, monkeypatch, wide):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(call_arguments, "has_gpu", lambda: True)
     todo = [Check(name, broken_kernels.load) for name in ("right", "wrong")]
 
     def section(report):

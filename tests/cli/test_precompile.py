@@ -80,7 +80,7 @@ def test_calls_on_the_portable_path(capsys, tmp_path):
 
 def test_gpus_without_kernels_are_refused():
     for name in ("A10", "cpu"):
-        with pytest.raises(CommandError, match=f"'{name}' is unknown; expected one of h100, .*, b200, b300, this$"):
+        with pytest.raises(CommandError, match=f"'{name}' is unknown; expected one of h100, .*, gb200, b300, this$"):
             run(f"rms_norm 64x256 --gpu h200,{name}")
 
 

@@ -1,6 +1,7 @@
 """The devices that operations run on: what a GPU's has, reasons why there is none, and substitutes."""
 
 import contextlib
+import types
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from quackish.device.kernel_device import (
 )
 from quackish.device.kernel_for import kernel_for
 from quackish.errors import UnsupportedError
-from quackish.gpu import A100, B200, FAMILIES, H200
+from quackish.gpu import A100, B200, FAMILIES, H200, NAMED, gpu_of
 from quackish.ops.attention.problems import FORWARD_SPEC
 from quackish.ops.mlp.problems import TOKEN_ROWS_SPEC
 from tests import idle_kernels
@@ -39,6 +40,19 @@ def driver(monkeypatch):
         monkeypatch.setattr(cuda, name, lambda *index: 70 + sum(index))
     monkeypatch.setattr(toolchain, "find", lambda: None)
     return monkeypatch
+
+
+@pytest.mark.parametrize("name", sorted(NAMED))
+def test_a_query_finds_what_is_known_about_a_gpu(name, monkeypatch):
+    known = NAMED[name]
+    properties = types.SimpleNamespace(
+        name=f"NVIDIA {known.name}", major=int(known.family[3:-1]), minor=int(known.family[-1]),
+        multi_processor_count=known.sm_count, shared_memory_per_block_optin=known.smem_bytes,
+        shared_memory_per_multiprocessor=known.smem_bytes_per_sm, regs_per_multiprocessor=known.registers_per_sm,
+        max_threads_per_multi_processor=known.threads_per_sm,
+    )  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    assert gpu_of.__wrapped__(0) == known
 
 
 def test_the_device_of_a_gpu(driver):

@@ -1,7 +1,6 @@
 """Softmax for the tools."""
 
-from quackish.ops.shared.for_tools import Args, Maker, Operation, Options, SelfTest
-from quackish.ops.softmax.api import softmax
+from quackish.ops.shared.for_tools import Args, Imported, Maker, Operation, Options, SelfTest
 from quackish.ops.softmax.problems import FORWARD_SPEC
 
 
@@ -12,7 +11,7 @@ def _make(new: Maker, shape: tuple[int, ...], options: Options) -> Args:
 SOFTMAX = Operation(
     name="softmax",
     title="Softmax",
-    function=softmax,
+    function=Imported("quackish.ops.softmax.api", "softmax"),
     results=("y",),
     leaves=("x",),
     spec=FORWARD_SPEC,

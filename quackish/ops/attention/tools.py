@@ -1,12 +1,24 @@
 """Attention with a learned bias and a mask for the tools."""
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
-from quackish.ops.attention.api import scaled_dot_product_attention
 from quackish.ops.attention.problems import FORWARD_SPEC
 from quackish.ops.shared.argument_types import one_of
-from quackish.ops.shared.for_tools import DTYPES, Args, Maker, Operation, Options, SelfTest, flag, no_grad, value
+from quackish.ops.shared.for_tools import (
+    DTYPES,
+    Args,
+    Imported,
+    Maker,
+    Operation,
+    Options,
+    SelfTest,
+    flag,
+    no_grad,
+    value,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BIASES = {"B,H": (False, False), "1,H": (True, False), "B,1": (False, True), "1,1": (True, True)}  # is the size 1
 MASKS = ("half", "top", "blocks")
@@ -22,7 +34,7 @@ def _make(new: Maker, shape: tuple[int, ...], options: Options) -> Args:
     bias, dtype = options.get("attn_bias", "B,H"), options.get("bias_dtype")
     if bias != "none":
         sizes = [1 if is_one else size for is_one, size in zip(BIASES[bias], (batch, heads), strict=True)]
-        args["attn_bias"] = new.rows(*sizes, length, length, seed=3, dtype=dtype and getattr(torch, dtype))
+        args["attn_bias"] = new.rows(*sizes, length, length, seed=3, dtype=dtype)
     elif dtype is not None:
         raise ValueError("--bias-dtype is given, but --attn-bias is none: there is no bias")
     if "attn_mask" in options:
@@ -30,12 +42,14 @@ def _make(new: Maker, shape: tuple[int, ...], options: Options) -> Args:
     return args
 
 
-def mask(new: Maker, kind: str, batch: int, length: int) -> Tensor:
+def mask(new: Maker, kind: str, batch: int, length: int) -> "Tensor":
     """(B, 1, L, L) bool, True for keys that take part.
 
     "half": a random half of the keys. "top": of each row, a random quarter, at most MOST_KEYS. "blocks": the blocks on
     the diagonal, and a random quarter of all blocks.
     """
+    import torch
+
     if kind == "blocks":
         blocks = -(-length // MASK_BLOCK)
         keep = new.rows(batch, 1, blocks, blocks, seed=4) > 0.6745  # the upper quartile
@@ -43,7 +57,7 @@ def mask(new: Maker, kind: str, batch: int, length: int) -> Tensor:
         for dim in (2, 3):
             keep = keep.repeat_interleave(MASK_BLOCK, dim, output_size=blocks * MASK_BLOCK)
         return keep[..., :length, :length].contiguous()
-    scores = new.rows(batch, 1, length, length, seed=4, dtype=torch.float32)
+    scores = new.rows(batch, 1, length, length, seed=4, dtype="float32")
     if kind == "half":
         return scores > 0
     lowest = scores.topk(max(1, min(MOST_KEYS, length // 4)), -1).values[..., -1:]
@@ -53,7 +67,7 @@ def mask(new: Maker, kind: str, batch: int, length: int) -> Tensor:
 ATTENTION = Operation(
     name="scaled_dot_product_attention",
     title="Attention with a learned bias",
-    function=scaled_dot_product_attention,
+    function=Imported("quackish.ops.attention.api", "scaled_dot_product_attention"),
     results=("o", "lse"),
     leaves=("query", "key", "value", "attn_bias"),
     spec=FORWARD_SPEC,
@@ -88,7 +102,7 @@ ATTENTION = Operation(
     bounds={"lse": 1e-4},
     self_tests={
         "shared bias and mask": SelfTest((2, 3, 300, 128), dict(attn_bias="1,H", attn_mask="half", return_lse=True)),
-        "causal": SelfTest((2, 2, 257, 40), dict(causal=True, softcap=30.0), torch.float16),
+        "causal": SelfTest((2, 2, 257, 40), dict(causal=True, softcap=30.0), "float16"),
         "fp32 bias of a batch entry": SelfTest(
             (3, 2, 200, 96), dict(attn_bias="B,1", bias_dtype="float32", attn_mask="blocks")
         ),

@@ -3,19 +3,13 @@
 import itertools
 from typing import get_args
 
-import torch
-
-from quackish.ops.mlp.api import grouped_mlp
-from quackish.ops.mlp.dense import mlp
-from quackish.ops.mlp.dry_run import dry_run
+from quackish.literals import Activation
 from quackish.ops.mlp.gemm_problems import GEMM_SPEC
-from quackish.ops.mlp.moe import moe_mlp
-from quackish.ops.mlp.reference import GATED
-from quackish.ops.shared.for_tools import Args, Maker, Operation, Options, SelfTest, flag, no_grad, value
+from quackish.ops.shared.for_tools import Args, Imported, Maker, Operation, Options, SelfTest, flag, no_grad, value
 from quackish.ops.shared.models import Model
-from quackish.types import Activation
 
 _SHARES = (8, 0, 4, 2, 1)  # shares of the rows; one of five groups is empty
+_dry_run = Imported("quackish.ops.mlp.dry_run", "dry_run")
 
 
 def _weights(new: Maker, h: int, i: int, experts: tuple[int, ...], options: Options) -> Args:
@@ -23,6 +17,8 @@ def _weights(new: Maker, h: int, i: int, experts: tuple[int, ...], options: Opti
 
     experts: their number, or nothing for a dense model.
     """
+    from quackish.ops.mlp.reference import GATED
+
     gated = options.get("activation", "swiglu") in GATED
     width = i * (1 + gated)
     args = {"w1": new.rows(*experts, i if "w3" in options else width, h, seed=1).mul_(h**-0.5)}
@@ -40,6 +36,8 @@ def _weights(new: Maker, h: int, i: int, experts: tuple[int, ...], options: Opti
 
 def _make_grouped(new: Maker, shape: tuple[int, ...], options: Options) -> Args:
     """The last rows are in no group."""
+    import torch
+
     rows, h, i, experts = shape
     shares = [_SHARES[expert % len(_SHARES)] for expert in range(experts)]
     ends = [rows * end // (sum(shares) + 1) for end in itertools.accumulate(shares)]
@@ -50,7 +48,7 @@ def _make_grouped(new: Maker, shape: tuple[int, ...], options: Options) -> Args:
 GROUPED_MLP = Operation(
     name="grouped_mlp",
     title="Grouped MLP",
-    function=grouped_mlp,
+    function=Imported("quackish.ops.mlp.api", "grouped_mlp"),
     results=("y",),
     leaves=("x", "w1", "w2", "w3", "b1", "b2", "scales"),
     spec=GEMM_SPEC,
@@ -64,20 +62,20 @@ GROUPED_MLP = Operation(
         "activation": value("activation", ", ".join(get_args(Activation)), example="geglu"),
         "w3": flag(None, "gate and up projection are separate tensors"),
         "scales": flag(
-            "scales", "with fp32 row scales", lambda new, r, *_: new.rows(r, seed=4, dtype=torch.float32).sigmoid()
+            "scales", "with fp32 row scales", lambda new, r, *_: new.rows(r, seed=4, dtype="float32").sigmoid()
         ),
         "recompute": flag("recompute", "recompute the preactivation in backward"),
         "grad_weight_out": flag(None, "add the weight gradients to buffers"),
         "no_grad": no_grad(),
     },
-    dry_run=dry_run,
+    dry_run=_dry_run,
     self_tests={
         "": SelfTest((700, 256, 192, 5), dict(scales=True)),
         "two weights and biases": SelfTest(
             (700, 128, 200, 5), dict(w3=True, bias=True, scales=True, activation="clamped_swiglu")
         ),
         "buffers and recompute": SelfTest(
-            (700, 256, 128, 5), dict(grad_weight_out=True, activation="geglu", recompute=True), torch.float16
+            (700, 256, 128, 5), dict(grad_weight_out=True, activation="geglu", recompute=True), "float16"
         ),
         "deep": SelfTest((300, 512, 4096, 5), dict(scales=True, activation="relu2")),
     },
@@ -87,6 +85,8 @@ GROUPED_MLP = Operation(
 
 def _make_moe(new: Maker, shape: tuple[int, ...], options: Options) -> Args:
     """Some choices are dropped."""
+    import torch
+
     tokens, h, i, experts, k = shape
     index = (torch.arange(tokens * k, device=new.device) * 7 % (experts + 1)).view(tokens, k)
     args = {"x": new.rows(tokens, h, seed=0), "top_k_index": index}
@@ -97,7 +97,7 @@ def _make_moe(new: Maker, shape: tuple[int, ...], options: Options) -> Args:
 MOE_MLP = Operation(
     name="moe_mlp",
     title="Mixture of experts",
-    function=moe_mlp,
+    function=Imported("quackish.ops.mlp.moe", "moe_mlp"),
     results=("out",),
     leaves=("x", "top_k_weights", "w1", "w2", "w3", "b1", "b2"),
     spec=GEMM_SPEC,
@@ -120,7 +120,7 @@ def _make_mlp(new: Maker, shape: tuple[int, ...], options: Options) -> Args:
 MLP = Operation(
     name="mlp",
     title="MLP",
-    function=mlp,
+    function=Imported("quackish.ops.mlp.dense", "mlp"),
     results=("y",),
     leaves=("x", "w1", "w2", "w3", "b1", "b3", "b2", "residual"),
     spec=GEMM_SPEC,
@@ -131,7 +131,7 @@ MLP = Operation(
     make=_make_mlp,
     options={name: option for name, option in GROUPED_MLP.options.items() if name != "scales"}
     | {"add_residual": flag("residual", "add a residual to the result", lambda new, m, h, i: new.rows(m, h, seed=7))},
-    dry_run=dry_run,
+    dry_run=_dry_run,
     self_tests={
         "": SelfTest((700, 256, 192)),
         "everything": SelfTest((300, 128, 200), dict(w3=True, bias=True, add_residual=True, activation="geglu_erf")),

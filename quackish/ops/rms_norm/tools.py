@@ -2,12 +2,20 @@
 
 from typing import Any
 
-import torch
-
-from quackish.ops.rms_norm.api import rms_norm
 from quackish.ops.rms_norm.problems import FORWARD_SPEC
 from quackish.ops.shared.argument_types import one_of
-from quackish.ops.shared.for_tools import DTYPES, Args, Maker, Operation, Option, Options, SelfTest, flag, value
+from quackish.ops.shared.for_tools import (
+    DTYPES,
+    Args,
+    Imported,
+    Maker,
+    Operation,
+    Option,
+    Options,
+    SelfTest,
+    flag,
+    value,
+)
 from quackish.ops.shared.models import Model
 
 EPS = 1e-6
@@ -15,6 +23,8 @@ EPS = 1e-6
 
 def _make(new: Maker, shape: tuple[int, ...], options: Options) -> Args:
     """One weight per head: x is (m / heads, heads, n)."""
+    import torch
+
     (m, n), weight_dtype = shape, options.get("weight_dtype")
     heads = 1 if weight_dtype == "none" else options.get("heads", 1)
     if heads < 1 or m % heads:
@@ -24,8 +34,8 @@ def _make(new: Maker, shape: tuple[int, ...], options: Options) -> Args:
     if "dweight_out" in options and weight_dtype == "none":
         raise ValueError("--dweight-out is given, but --weight-dtype is none: there is no weight")
 
-    def dtype(name: str | None) -> torch.dtype:
-        return new.dtype if name in (None, "none", "same") else getattr(torch, name)
+    def dtype(name: str | None) -> str | None:
+        return None if name in ("none", "same") else name
 
     sizes, parameter = ((m, n), (n,)) if heads == 1 else ((m // heads, heads, n), (heads, n))
     args: dict[str, Any] = {"x": new.rows(*sizes, seed=0), "weight": None, "eps": EPS}
@@ -37,7 +47,7 @@ def _make(new: Maker, shape: tuple[int, ...], options: Options) -> Args:
         args["residual"] = new.rows(*sizes, seed=3, dtype=dtype(options["residual"]))
     if "dweight_out" in options:
         args["dweight_out"] = new.zeros(*parameter)
-    return args | {name: dtype(options[name]) for name in ("residual_dtype", "out_dtype") if name in options}
+    return args | {name: getattr(torch, options[name]) for name in ("residual_dtype", "out_dtype") if name in options}
 
 
 def _dtype(help: str, other: dict[str, str] | None = None, **arguments: Any) -> Option:
@@ -47,7 +57,7 @@ def _dtype(help: str, other: dict[str, str] | None = None, **arguments: Any) -> 
 RMS_NORM = Operation(
     name="rms_norm",
     title="RMSNorm",
-    function=rms_norm,
+    function=Imported("quackish.ops.rms_norm.api", "rms_norm"),
     results=("y", "res"),
     leaves=("x", "weight", "bias", "residual"),
     spec=FORWARD_SPEC,
@@ -79,9 +89,9 @@ RMS_NORM = Operation(
     self_tests={
         "": SelfTest((257, 1024)),
         "many rows": SelfTest((5000, 256)),
-        "odd": SelfTest((37, 257), dict(residual="same", bias=True), torch.float32),
+        "odd": SelfTest((37, 257), dict(residual="same", bias=True), "float32"),
         "residual and bias": SelfTest((300, 4096), dict(residual="same", bias=True)),
-        "fp16, wide": SelfTest((20, 16_384), dtype=torch.float16),
+        "fp16, wide": SelfTest((20, 16_384), dtype="float16"),
         "split over a cluster": SelfTest((5, 65_536)),
         "a weight per head": SelfTest((3000, 128), dict(heads=12, residual="same", residual_dtype="float32")),
     },

@@ -1,20 +1,30 @@
 """Rotary position embeddings for the tools."""
 
-import torch
-
-from quackish.ops.rotary.api import rotary
 from quackish.ops.rotary.problems import LAYOUTS, SPEC
 from quackish.ops.shared.argument_types import one_of
-from quackish.ops.shared.for_tools import DTYPES, Args, Maker, Operation, Options, SelfTest, flag, no_grad, value
+from quackish.ops.shared.for_tools import (
+    DTYPES,
+    Args,
+    Imported,
+    Maker,
+    Operation,
+    Options,
+    SelfTest,
+    flag,
+    no_grad,
+    value,
+)
 
 
 def _make(new: Maker, shape: tuple[int, ...], options: Options) -> Args:
     """q and k as projections give them, (B, L, heads, D) in memory. The tables are full and of random angles."""
+    import torch
+
     batch, q_heads, k_heads, length, d = shape
     rotary_dim = options.get("rotary_dim") or d
     q, k = (new.rows(batch, length, heads, d, seed=i).transpose(1, 2) for i, heads in enumerate((q_heads, k_heads)))
     columns = rotary_dim // 2
-    angles = new.rows(batch if "batch" in options else 1, length, columns, seed=2, dtype=torch.float32) * 10
+    angles = new.rows(batch if "batch" in options else 1, length, columns, seed=2, dtype="float32") * 10
     if "half_table" not in options:
         angles = torch.cat([angles, angles], -1)
     dtype = getattr(torch, options["table_dtype"]) if "table_dtype" in options else new.dtype
@@ -24,7 +34,7 @@ def _make(new: Maker, shape: tuple[int, ...], options: Options) -> Args:
 ROTARY = Operation(
     name="rotary",
     title="Rotary position embeddings",
-    function=rotary,
+    function=Imported("quackish.ops.rotary.api", "rotary"),
     results=("q", "k"),
     leaves=("q", "k"),
     spec=SPEC,
@@ -52,8 +62,8 @@ ROTARY = Operation(
         "": SelfTest((2, 3, 2, 70, 64)),
         "many heads": SelfTest((3, 40, 10, 257, 128), dict(table_dtype="float32", batch=True)),
         "interleaved": SelfTest((2, 5, 1, 130, 80), dict(layout="interleaved", rotary_dim=32, half_table=True)),
-        "interleaved to halves": SelfTest((2, 9, 1, 65, 64), dict(layout="interleaved_to_halves"), torch.float16),
-        "odd": SelfTest((1, 3, 3, 37, 81), dict(rotary_dim=30), torch.float32),
+        "interleaved to halves": SelfTest((2, 9, 1, 65, 64), dict(layout="interleaved_to_halves"), "float16"),
+        "odd": SelfTest((1, 3, 3, 37, 81), dict(rotary_dim=30), "float32"),
     },
     large_tests=[SelfTest((8, 32, 8, 2048, 64))],
 )

@@ -1,21 +1,27 @@
-"""What the tools know about an operation: its shape, its options, the arguments of a call, and how to run it."""
+"""What the tools know about an operation: its shape, its options, the arguments of a call, and how to run it.
+
+Files `tools.py` and this one import torch in functions alone, because it takes seconds and `--help` does without.
+"""
+
+from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quackish.device.spec import KernelSpec
 from quackish.device.work import SHORT
 from quackish.gpu import Gpu
+from quackish.literals import Backend
 from quackish.ops import parts
 from quackish.ops.shared.models import Model, Shapes
-from quackish.testing import inputs
-from quackish.types import Backend
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 DTYPES = {short: name for name, short in SHORT.items()}  # the values of --dtype
 MAX_SIZE = 1 << 29  # PyTorch fails with an internal error if a tensor's bytes overflow 64 bits
@@ -30,13 +36,24 @@ class Maker(NamedTuple):
     dtype: torch.dtype
     device: torch.device
 
-    def rows(self, *shape: int, seed: int, dtype: torch.dtype | None = None) -> Tensor:
-        return inputs.rows(shape, dtype or self.dtype, seed=seed, device=self.device)
+    def rows(self, *shape: int, seed: int, dtype: str | None = None) -> Tensor:
+        from quackish.testing import inputs
 
-    def weights(self, n: int, seed: int = 1, dtype: torch.dtype | None = None) -> Tensor:
-        return inputs.weights(n, dtype or self.dtype, seed=seed, device=self.device)
+        return inputs.rows(shape, self._dtype(dtype), seed=seed, device=self.device)
+
+    def weights(self, n: int, seed: int = 1, dtype: str | None = None) -> Tensor:
+        from quackish.testing import inputs
+
+        return inputs.weights(n, self._dtype(dtype), seed=seed, device=self.device)
+
+    def _dtype(self, name: str | None) -> torch.dtype:
+        import torch
+
+        return self.dtype if name is None else getattr(torch, name)
 
     def zeros(self, *shape: int) -> Tensor:
+        import torch
+
         return torch.zeros(shape, device=self.device)
 
 
@@ -71,15 +88,29 @@ class SelfTest(NamedTuple):
 
     shape: tuple[int, ...]
     options: Options = types.MappingProxyType({})
-    dtype: torch.dtype = torch.bfloat16
+    dtype: str = "bfloat16"
     only_timed: bool = False  # too large for fp64
+
+
+class Imported:
+    """A function of a module that is imported when the function is called or inspected."""
+
+    def __init__(self, module: str, name: str):
+        self._module, self._name = module, name
+
+    @functools.cached_property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return getattr(importlib.import_module(self._module), self._name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__wrapped__(*args, **kwargs)
 
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
     name: str
     title: str
-    function: Callable[..., Any]  # what users call; takes the arguments of `arguments` and `backend`
+    function: Callable[..., Any]  # what users call, `Imported`; takes the arguments of `arguments` and `backend`
     results: tuple[str, ...]  # the names of what it returns
     leaves: tuple[str, ...]  # the arguments that get gradients
     spec: KernelSpec  # a GPU without this kernel runs the portable path
@@ -97,11 +128,11 @@ class Operation:
     explain: Callable[[Args, Gpu], tuple[list[str], list[str]]] | None = None  # more tables and notes for explain
     # More calls that launch all kernels, by what is special; `doctor` runs the one named "" (default: the shape
     # `small`), and `doctor --check` all of them and the large ones
-    self_tests: Mapping[str, "SelfTest"] = dataclasses.field(default_factory=dict)
+    self_tests: Mapping[str, SelfTest] = dataclasses.field(default_factory=dict)
     bounds: Mapping[str, float] = dataclasses.field(
         default_factory=dict
     )  # of results' norm-wise errors; see `bound_of`
-    large_tests: Sequence["SelfTest"] = ()  # timed, beside cuBLAS; together they take 40 GB of memory
+    large_tests: Sequence[SelfTest] = ()  # timed, beside cuBLAS; together they take 40 GB of memory
 
     def bound_of(self, result: str) -> float:
         """The norm-wise error that a result or gradient in bf16 may have: 1 to 4 times its unit roundoff."""
@@ -132,6 +163,8 @@ class Operation:
 
     def forward(self, args: Args, backend: Backend) -> dict[str, Tensor]:
         """The results by name."""
+        from torch import Tensor
+
         out = self.function(**args, backend=backend)
         named: dict[str, Tensor] = {}
         for name, result in zip(self.results, out if type(out) is tuple else (out,), strict=False):
@@ -140,6 +173,8 @@ class Operation:
 
     def backward(self, args: Args, results: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
         """The gradients of the leaves, such as "dx", for gradients of all results. None if a buffer got it."""
+        import torch
+
         leaves = {name: t for name in self.leaves if (t := args.get(name)) is not None and t.requires_grad}
         if not leaves:  # the option no_grad
             return {}
@@ -149,6 +184,8 @@ class Operation:
 
     def call(self, args: Args, backend: Backend) -> dict[str, Tensor]:
         """Results, gradients and buffers after forward and backward. The buffers in `args` are left as they are."""
+        from torch import Tensor
+
         buffers = {name: t.clone() for name, t in args.items() if name.endswith("_out") and isinstance(t, Tensor)}
         results = self.forward(args | buffers, backend)
         found = results | self.backward(args, results) | buffers
@@ -163,6 +200,7 @@ def operations() -> dict[str, Operation]:
 
 def in_fp64(args: Args, device: torch.device | str = "cpu") -> Args:
     """The same numbers in fp64: with backend "reference", a call gives the true results."""
+    from torch import Tensor
 
     def convert(arg: Any) -> Any:
         if not isinstance(arg, Tensor):
@@ -175,6 +213,8 @@ def in_fp64(args: Args, device: torch.device | str = "cpu") -> Args:
 
 def _gradient(t: Tensor) -> Tensor:
     """A gradient of result `t`: multiples of 1/128 in (-1, 1), which every device and dtype represents exactly."""
+    import torch
+
     if t.is_meta:
         return torch.empty_like(t)
     return ((torch.arange(t.numel(), device=t.device) * 138 % 251 - 125) / 128).to(t.dtype).view(t.shape)
