@@ -23,6 +23,7 @@ NAMES = dict(
     RMSNorm=quackish.RMSNorm, lce=quackish.linear_cross_entropy, Loss=quackish.LinearCrossEntropyLoss,
     dense=quackish.mlp, mlp=quackish.grouped_mlp, moe=quackish.moe_mlp, mm=quackish.grouped_mm,
     sdpa=quackish.scaled_dot_product_attention, testing=quackish.testing, parallel=quackish.parallel,
+    kl=quackish.linear_divergence,
 )  # fmt: skip
 
 # A call, and a part of its message. "..." stands for any text.
@@ -35,6 +36,14 @@ TABLE = {
     "lce(x, head.t(), target)": "linear_cross_entropy: linear_weight has shape (8, 6), expected (V, 8) for input "
     "(4, 8): pass linear_weight.t() if it is (H, V), and hidden states as input, not logits",
     "lce(x[:, :7], head, target)": "input has shape (4, 7), expected (..., 8), as many columns as linear_weight (6, 8)",
+    "kl(x, head, x, head[:5])": "linear_divergence: linear_weight has 6 rows and teacher_weight 5, expected one "
+    "vocabulary: as many classes in both. Slice off classes that only one of them has, such as padding",
+    "kl(x, head, x[:3], head)": "linear_divergence: teacher_input has shape (3, 8), expected (4, 8) for input (4, 8)",
+    "kl(x, head, x, head, beta=2)": "linear_divergence: beta is 2, expected a number from 0 to 1",
+    "kl(x, head, x, head, temperature=0)": "temperature is 0, expected a positive finite number",
+    "kl(x, head, x, head, mask=target)": "linear_divergence: mask is torch.int64, expected bool",
+    "kl(x, head, x, head, reduction='avg')": "reduction is 'avg'; expected one of 'none', 'mean', 'sum'",
+    "kl(x, head, x.bfloat16(), head)": "teacher_input is torch.bfloat16, expected input's torch.float32",
     "lce(x, target, head)": "linear_cross_entropy: linear_weight is torch.int64, expected bfloat16",
     "lce(x, torch.nn.Linear(8, 6), target)": "linear_weight is a Linear; expected a torch.Tensor; for a module, pass "
     "its parameter: linear_weight=module.weight",

@@ -154,6 +154,20 @@ def experts(activation: Activation = "swiglu", backend: Backend = "auto") -> Non
         quackish.moe_mlp(x, index, weights, w1, w2, recomputes=True)  # type: ignore[call-arg]
 
 
+def divergence(x: Tensor, w: Tensor, teacher_x: Tensor, teacher_w: Tensor, mask: Tensor, bias: Tensor) -> None:
+    loss: Tensor = quackish.linear_divergence(
+        x, w, teacher_x, teacher_w, mask=mask, beta=0.5, temperature=2.0, reduction="none", linear_bias=bias,
+        teacher_bias=bias, softcap=30.0, teacher_softcap=30.0, logit_scale=0.5, teacher_logit_scale=2.0,
+        grad_weight_out=w, memory_limit=1 << 30, backend="auto",
+    )  # fmt: skip
+    both: tuple[Tensor, Tensor] = quackish.linear_divergence(
+        x, w, teacher_x, teacher_w, return_entropy=True, num_items=5
+    )
+    if loss.any() or both[1].any():
+        quackish.linear_divergence(x, w, teacher_x, teacher_w, reduction="all")  # type: ignore[call-overload]
+        quackish.linear_divergence(x, w, teacher_x)  # type: ignore[call-overload]
+
+
 def dense(activation: Activation = "swiglu", backend: Backend = "auto") -> None:
     x, w1, w2, w3 = torch.randn(2, 6, 8), torch.randn(16, 8), torch.randn(8, 16), torch.randn(16, 8)
     b1, b2, b3, outs = torch.zeros(16), torch.zeros(8), torch.zeros(16), [torch.zeros_like(w) for w in (w1, w2, w3)]

@@ -14,16 +14,18 @@ trl = pytest.importorskip("trl", minversion="1.16", reason="needs the extra inte
 from datasets import Dataset  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
+from trl.trainer import distillation_trainer as distillation  # noqa: E402
 from trl.trainer import utils  # noqa: E402
 
 import quackish  # noqa: E402
+from quackish.errors import UnsupportedError  # noqa: E402
 from quackish.integrations.trl import apply, revert  # noqa: E402
 from quackish.testing.errors import error  # noqa: E402
 
 pytestmark = pytest.mark.integrations
 
 N, H, V = 24, 16, 97
-THEIRS = utils._ChunkedLogProbFunction
+THEIRS, THEIR_DIVERGENCE = utils._ChunkedLogProbFunction, distillation._chunked_divergence_loss
 NAMES = "log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1"
 TRAINERS = {  # the outputs that they ask for
     "SFT": ("log_probs", "entropy", "is_top1"),
@@ -191,6 +193,46 @@ def test_compiles():
         torch.testing.assert_close(got[name], eager[name])
 
 
+# Distillation ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(num_items_in_batch=7, temperature=0.6),
+        dict(student_logit_scale=0.5, teacher_logit_scale=2.0, student_final_logit_softcapping=9.0),
+        dict(teacher_final_logit_softcapping=4.0, num_items_in_batch=torch.tensor(5)),
+    ],
+    ids=["plain", "items", "scales", "softcap"],
+)
+def test_divergence_of_trls_function(beta, options):
+    g = torch.Generator().manual_seed(0)
+    x, w, teacher_x, teacher_w, bias = (
+        torch.randn(shape, generator=g) for shape in ((2, 5, 8), (33, 8), (2, 5, 12), (33, 12), (33,))
+    )
+    mask, leaves = torch.tensor([[1, 1, 0, 1, 1], [0, 0, 1, 1, 0]]), (x, w, bias)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    teacher_w.requires_grad_()  # TRL does not ask whether its teacher is frozen
+    results = []
+    for function in (distillation._chunked_divergence_loss, (apply(), distillation._chunked_divergence_loss)[1]):
+        loss, *others = function(x, teacher_x, w, teacher_w, mask, beta, student_lm_head_bias=bias, **options)
+        results.append([loss, *others, *torch.autograd.grad(loss, leaves)])
+    assert isinstance(distillation._chunked_divergence_loss, quackish.integrations.trl._DivergenceLoss)
+    torch.testing.assert_close(*results[::-1])
+    revert()
+    assert distillation._chunked_divergence_loss is THEIR_DIVERGENCE
+
+
+def test_another_divergence_is_refused(monkeypatch):
+    monkeypatch.setattr(distillation, "_chunked_divergence_loss", lambda student, teacher: None)
+    with pytest.raises(UnsupportedError, match=r"_chunked_divergence_loss with the arguments \['student', 'teacher'\]"):
+        apply()
+    assert utils._ChunkedLogProbFunction is THEIRS
+
+
 # Whole trainers -------------------------------------------------------------------------------------------------------
 
 WORDS = "the rain in Spain stays mainly on plain and nobody minds it much today".split()
@@ -213,6 +255,7 @@ KINDS = {
     "KTO": dict(prompt=PROMPTS, completion=sentences(1), label=[i % 2 == 0 for i in range(ROWS)]),
     "GRPO": dict(prompt=PROMPTS),
     "RLOO": dict(prompt=PROMPTS),
+    "Distillation": dict(prompt=PROMPTS),
 }
 GENERATES = dict(num_generations=4, max_completion_length=12, beta=0.1)
 
@@ -232,19 +275,29 @@ def folder(tmp_path_factory):
     return folder
 
 
+def teacher(folder) -> LlamaForCausalLM:
+    """A wider model with the same vocabulary."""
+    config = LlamaConfig.from_pretrained(folder)
+    torch.manual_seed(1)
+    return LlamaForCausalLM(LlamaConfig(**{**config.to_dict(), "hidden_size": 64, "head_dim": 16}))
+
+
 def train(kind: str, folder, out, **options) -> list[dict[str, float]]:
     """What a trainer logs after each step."""
     arguments = dict(
         output_dir=str(out), use_cpu=True, bf16=False, per_device_train_batch_size=4, max_steps=STEPS, logging_steps=1,
         learning_rate=1e-2, report_to=[], save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
-    generates = kind in ("GRPO", "RLOO")
+    generates, distils = kind in ("GRPO", "RLOO"), kind == "Distillation"
+    if distils:
+        options = dict(max_completion_length=12) | options
     trainer = getattr(trl, f"{kind}Trainer")(
         model=LlamaForCausalLM.from_pretrained(folder),
         args=getattr(trl, f"{kind}Config")(**arguments, **(GENERATES if generates else {}), **options),
         train_dataset=Dataset.from_dict(KINDS[kind]),
         processing_class=PreTrainedTokenizerFast.from_pretrained(folder),
         **(dict(reward_funcs=number_of_words) if generates else {}),
+        **(dict(teacher_model=teacher(folder)) if distils else {}),
     )
     trainer.train()
     return [log for log in trainer.state.log_history if "loss" in log]
@@ -264,6 +317,7 @@ def train(kind: str, folder, out, **options) -> list[dict[str, float]]:
         ("GRPO", dict(entropy_coef=0.1, temperature=0.7)),
         ("GRPO", dict(cast_lm_head_to_fp32=True)),
         ("RLOO", {}),
+        *(("Distillation", dict(beta=beta, temperature=0.8)) for beta in (0.0, 0.5, 1.0)),
     ],
     ids=str,
 )
@@ -271,10 +325,9 @@ def test_trainers_learn_the_same(kind, options, folder, tmp_path, monkeypatch):
     theirs = train(kind, folder, tmp_path, **options)
     apply()
     patched, calls = utils._ChunkedLogProbFunction, []
-    function = quackish.linear_cross_entropy
-    monkeypatch.setattr(
-        quackish, "linear_cross_entropy", lambda *args, **kwargs: calls.append(1) or function(*args, **kwargs)
-    )
+    name = "linear_divergence" if kind == "Distillation" else "linear_cross_entropy"
+    function = getattr(quackish, name)
+    monkeypatch.setattr(quackish, name, lambda *args, **kwargs: calls.append(1) or function(*args, **kwargs))
     ours = train(kind, folder, tmp_path, **options)
     assert utils._ChunkedLogProbFunction is patched
     assert len(calls) >= STEPS

@@ -64,7 +64,8 @@ def linear_divergence(
     memory as a whole.
 
     Args:
-        input: (..., H) the student's hidden states: bf16, fp16, fp32 or fp64. Matrices have its dtype, or autocast is on.
+        input: (..., H) the student's hidden states: bf16, fp16, fp32 or fp64. The matrices have its dtype, unless
+            autocast is on.
         linear_weight: (V, H) the student's head.
         teacher_input, teacher_weight: (..., Ht) and (V, Ht). They get no gradient, and may not require one.
         mask: (...) bool: rows that count. The others have loss 0 and gradient 0, and their NaNs reach nothing.
@@ -76,18 +77,18 @@ def linear_divergence(
         logit_scale, teacher_logit_scale: positive factors of the logits.
         num_items: number or 0-dim tensor, for "mean". 0 counts as 1.
         return_entropy: also return the student's entropy (...) at this temperature, in nats, without gradient.
-        grad_weight_out: (V, H) buffer, fp32 or in linear_weight's dtype. Backward adds linear_weight's gradient to it and
-            returns None to autograd.
+        grad_weight_out: (V, H) buffer, fp32 or in linear_weight's dtype. Backward adds linear_weight's gradient to it
+            and returns None to autograd.
         memory_limit: bytes in addition to inputs, their copies and gradients. The largest blocks of rows within it run.
         backend: "auto" runs kernels if they cover the call, else the portable PyTorch path: silently on CPU, with one
             warning per reason on a GPU. "cute" runs kernels or raises. "reference" runs the portable path.
 
     Returns:
-        The loss, in fp32 (fp64 for fp64), or (loss, entropy). input, linear_weight and linear_bias get gradients in their
-        dtypes.
+        The loss, in fp32 (fp64 for fp64), or (loss, entropy). input, linear_weight and linear_bias get gradients in
+        their dtypes.
 
-    Results are the same on every run. With kernels, a row's loss, entropy and gradient do not depend on other rows or on
-    their number. No input except `grad_weight_out` is written, and nothing synchronizes with the host.
+    Results are the same on every run. With kernels, a row's loss, entropy and gradient do not depend on other rows or
+    on their number. No input except `grad_weight_out` is written, and nothing synchronizes with the host.
 
     Raises:
         ValueError, TypeError: the shape, value, device or dtype of an argument; DTensors; teacher tensors that require

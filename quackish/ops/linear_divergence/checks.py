@@ -56,10 +56,12 @@ def check_tensors(inputs: Inputs) -> None:
     for name, t in tensors.items():
         check_tensor(WHO, name, t, optional=name not in required)
         if type(t).__name__ == "DTensor":
-            raise TypeError(f"{WHO}: {name} is a DTensor, expected a plain tensor; pass .to_local() if it is replicated")
+            raise TypeError(
+                f"{WHO}: {name} is a DTensor, expected a plain tensor; pass .to_local() if it is replicated"
+            )
         if t is not None and t.device != inputs.input.device:
             raise ValueError(f"{WHO}: {name} is on {t.device}, expected input's device {inputs.input.device}")
-    x, w, teacher, teacher_w, mask, _, _, _, out = inputs
+    x, w, teacher, teacher_w, *_, out = inputs
     for name, dtypes in dict(
         dict.fromkeys((*required, "linear_bias", "teacher_bias"), _DTYPES),
         mask=(torch.bool,), grad_weight_out=(torch.float32, w.dtype),
@@ -74,8 +76,8 @@ def check_tensors(inputs: Inputs) -> None:
     (v, h), (teacher_v, teacher_h) = w.shape, teacher_w.shape
     if teacher_v != v:
         raise ValueError(
-            f"{WHO}: linear_weight has {v} rows and teacher_weight {teacher_v}, expected one vocabulary: as many classes "
-            "in both. Slice off classes that only one of them has, such as padding"
+            f"{WHO}: linear_weight has {v} rows and teacher_weight {teacher_v}, expected one vocabulary: as many "
+            "classes in both. Slice off classes that only one of them has, such as padding"
         )
     for name, t, weight_name, columns in (
         ("input", x, "linear_weight", h), ("teacher_input", teacher, "teacher_weight", teacher_h)
@@ -92,8 +94,8 @@ def check_tensors(inputs: Inputs) -> None:
         t = tensors[name]
         if t is not None and tuple(t.shape) != shape:
             raise ValueError(
-                f"{WHO}: {name} has shape {tuple(t.shape)}, expected {shape} for input {tuple(x.shape)} and linear_weight "
-                f"{(v, h)}"
+                f"{WHO}: {name} has shape {tuple(t.shape)}, expected {shape} for input {tuple(x.shape)} and "
+                f"linear_weight {(v, h)}"
             )
     if torch.is_grad_enabled():
         for name in ("teacher_input", "teacher_weight", "teacher_bias"):

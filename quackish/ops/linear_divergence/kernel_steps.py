@@ -147,6 +147,5 @@ def _padded_bias(bias: Tensor | None) -> Tensor | None:
 
 def operand(t: Tensor) -> Tensor:
     """A matrix that a GEMM reads in place, or a copy of it."""
-    rows, columns = t.shape
-    in_place = t.stride(1) == 1 and t.stride(0) >= columns and t.stride(0) % _ALIGNMENT == 0
+    in_place = t.stride(1) == 1 and t.stride(0) >= t.shape[1] and t.stride(0) % _ALIGNMENT == 0
     return t if in_place and t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.contiguous_format)

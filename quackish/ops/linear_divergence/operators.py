@@ -62,7 +62,9 @@ def _split(args: tuple) -> tuple[Tensors, Plan]:
 def needed_of(t: Tensors, plan: Plan) -> Needed:
     dx, dw, db = plan.needs
     dw_dtype = t.w.dtype if t.grad_w_out is None else t.grad_w_out.dtype
-    return Needed(t.x.dtype if dx else None, dw_dtype if dw else None, t.bias.dtype if db and t.bias is not None else None)
+    return Needed(
+        t.x.dtype if dx else None, dw_dtype if dw else None, t.bias.dtype if db and t.bias is not None else None
+    )
 
 
 def steps_for(t: Tensors, plan: Plan) -> Steps:
@@ -89,9 +91,8 @@ class Prepared(NamedTuple):
     divisor: Tensor | None  # (1,): "mean" divides by it
 
 
-def _prepare(t: Tensors, plan: Plan) -> Prepared:
-    check_memory(WHO, input=t.x, linear_weight=t.w, teacher_input=t.teacher_x, teacher_weight=t.teacher_w)
-    steps, dtype = steps_for(t, plan), plan.dtype
+def _prepare(t: Tensors, plan: Plan, steps: Steps) -> Prepared:
+    dtype = plan.dtype
     rows = schedule.live_first(t.x.to(dtype), t.teacher_x.to(dtype), t.mask)
     w, teacher_w = t.w.to(dtype), t.teacher_w.to(dtype)
     if steps is not reference:
@@ -119,16 +120,15 @@ def _divisor(t: Tensors, rows: Rows, plan: Plan) -> Tensor | None:
     return count.clamp_min(1)
 
 
-def _run_forward(*args) -> tuple[Tensor | None, ...]:
+def forward(t: Tensors, plan: Plan, steps: Steps) -> tuple[Tensor | None, ...]:
     """(loss, entropy, dx, dw, db, dlogits)"""
-    t, plan = _split(args)
     needed, wide = needed_of(t, plan), accumulate_dtype(plan.dtype)
     (m, _), is_none = t.x.shape, plan.reduction == "none"
     if m == 0:
         empty = t.x.new_empty((0,), dtype=wide)
         grads = Grads() if is_none else _zeros(t, needed)
         return empty if is_none else empty.sum(), empty.clone() if plan.return_entropy else None, *grads, None
-    call = _prepare(t, plan)
+    call = _prepare(t, plan, steps)
     keep = is_none and any(needed) and m <= plan.block
     factor = None if call.divisor is None else 1 / call.divisor
     in_forward = Needed(None, None, None) if is_none else needed
@@ -141,13 +141,14 @@ def _run_forward(*args) -> tuple[Tensor | None, ...]:
     return loss, found.entropy, *found.grads, found.dlogits
 
 
-def _run_backward(dloss: Tensor, dlogits: Tensor | None, *args, overwrite: bool = False) -> tuple[Tensor | None, ...]:
+def backward(
+    dloss: Tensor, dlogits: Tensor | None, t: Tensors, plan: Plan, steps: Steps, overwrite: bool
+) -> tuple[Tensor | None, ...]:
     """(dx, dw, db) of "none". overwrite: dlogits may be scaled in place."""
-    t, plan = _split(args)
     needed = needed_of(t, plan)
     if dloss.numel() == 0:
         return tuple(_zeros(t, needed))
-    call, wide = _prepare(t, plan), accumulate_dtype(plan.dtype)
+    call, wide = _prepare(t, plan, steps), accumulate_dtype(plan.dtype)
     grads = dloss.to(wide)
     if call.rows.order is not None:
         grads = grads.index_select(0, call.rows.order)
@@ -157,13 +158,13 @@ def _run_backward(dloss: Tensor, dlogits: Tensor | None, *args, overwrite: bool 
     factor = torch.where(factor > 0, factor, 1)
     grads = grads / factor
     if dlogits is None:
-        found = schedule.run(
-            call.steps, call.rows, call.models, call.options, call.layout, needed, grads, factor
-        ).grads
+        found = schedule.run(call.steps, call.rows, call.models, call.options, call.layout, needed, grads, factor).grads
     else:
-        columns = grads[:, None]
-        scaled = call.steps.matrix(*dlogits.shape, dlogits.dtype, dlogits.device) if not overwrite else dlogits
-        torch.mul(dlogits, columns, out=scaled)
+        scaled = dlogits
+        if not overwrite:
+            m, v = dlogits.shape
+            scaled = call.steps.matrix(m, v, dlogits.dtype, dlogits.device)
+        torch.mul(dlogits, grads[:, None], out=scaled)
         found = schedule.gradients_of(call.steps, call.rows, call.models, scaled, needed, factor)
     return tuple(found)
 
@@ -174,6 +175,22 @@ def _zeros(t: Tensors, needed: Needed) -> Grads:
 
 
 # Operators ------------------------------------------------------------------------------------------------------------
+
+
+def _run_forward(*args):
+    t, plan = _checked(args)
+    return forward(t, plan, steps_for(t, plan))
+
+
+def _run_backward(dloss, dlogits, *args, overwrite=False):
+    t, plan = _checked(args)
+    return backward(dloss, dlogits, t, plan, steps_for(t, plan), overwrite)
+
+
+def _checked(args: tuple) -> tuple[Tensors, Plan]:
+    t, plan = _split(args)
+    check_memory(WHO, input=t.x, linear_weight=t.w, teacher_input=t.teacher_x, teacher_weight=t.teacher_w)
+    return t, plan
 
 
 def _fake_forward(*args):

@@ -1,4 +1,4 @@
-"""The kernels of linear_divergence: arguments, problems, configs and descriptions. Imports neither torch nor the DSL."""
+"""The kernels of linear_divergence: arguments, problems, configs, descriptions. Imports neither torch nor the DSL."""
 
 import dataclasses
 import itertools

@@ -105,7 +105,13 @@ def dx(
 
 
 def dw(
-    dlogits: Tensor, x: Tensor, num_live: Tensor | None, start: int, factor: Tensor | None, out: Tensor, accumulate: bool
+    dlogits: Tensor,
+    x: Tensor,
+    num_live: Tensor | None,
+    start: int,
+    factor: Tensor | None,
+    out: Tensor,
+    accumulate: bool,
 ) -> None:
     """out = (+= with `accumulate`) factor * dlogits.T @ x."""
     found = x.new_empty(out.shape, dtype=accumulate_dtype(x.dtype))

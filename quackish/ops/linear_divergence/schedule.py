@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quackish.ops.linear_divergence import kernel_steps, reference
+from quackish.ops.linear_divergence import kernel_steps
 from quackish.ops.linear_divergence.problems import padded
 from quackish.ops.linear_divergence.reference import RowOptions, RowResults, Side
 from quackish.ops.shared.matmul import accumulate_dtype
@@ -111,8 +111,8 @@ def live_first(x: Tensor, teacher: Tensor, mask: Tensor | None) -> Rows:
         return Rows(x, teacher)
     order = torch.sort(~mask, stable=True).indices
     dead = ~mask[order][:, None]
-    gathered = (t.index_select(0, order).masked_fill_(dead, 0) for t in (x, teacher))
-    return Rows(*gathered, mask.sum(dtype=torch.int32).view(1), order)
+    x, teacher = (t.index_select(0, order).masked_fill_(dead, 0) for t in (x, teacher))
+    return Rows(x, teacher, mask.sum(dtype=torch.int32).view(1), order)
 
 
 def in_users_order(t: Tensor, rows: Rows) -> Tensor:
@@ -212,4 +212,6 @@ def gradients_of(
     steps: Steps, rows: Rows, models: Models, dlogits: Tensor, needed: Needed, factor: Tensor | None
 ) -> Grads:
     """The gradients, from those of the logits of all rows in one block."""
-    return finish(multiply(steps, dlogits, rows, models, 0, factor, Products(True, needed, [], None, None)), rows, factor)
+    return finish(
+        multiply(steps, dlogits, rows, models, 0, factor, Products(True, needed, [], None, None)), rows, factor
+    )

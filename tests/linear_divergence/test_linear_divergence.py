@@ -1,0 +1,277 @@
+"""linear_divergence against fp64: the portable path, and kernels in the emulator."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import Tensor
+
+import quackish
+from quackish import linear_divergence
+from quackish.ops.linear_divergence import schedule
+from quackish.ops.linear_divergence.problems import ROWS_SPEC, DivergenceRowsConfig
+from quackish.testing.errors import error
+from tests.emulator_cases import QUICK, emulated
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+EVERYTHING = dict(
+    temperature=1.3, softcap=7.0, teacher_softcap=9.0, logit_scale=0.8, teacher_logit_scale=1.1, return_entropy=True
+)
+
+
+def make(m: int, h: int, teacher_h: int, v: int, dtype: torch.dtype, bias: bool = True, mask: bool = True) -> dict:
+    """Logits have standard deviation 1.5. Rows that do not count are NaN."""
+    g = torch.Generator().manual_seed(0)
+    x, w, teacher_x, teacher_w, b, teacher_b = (
+        torch.randn(shape, generator=g) for shape in ((m, h), (v, h), (m, teacher_h), (v, teacher_h), (v,), (v,))
+    )
+    args = dict(input=x, linear_weight=w * 1.5 * h**-0.5, teacher_input=teacher_x)
+    args["teacher_weight"] = teacher_w * 1.5 * teacher_h**-0.5
+    if bias:
+        args |= dict(linear_bias=b, teacher_bias=teacher_b)
+    args = {name: t.to(dtype) for name, t in args.items()}
+    if mask:
+        args["mask"] = torch.rand(m, generator=g) > 0.4
+        for name in ("input", "teacher_input"):
+            args[name][~args["mask"]] = float("nan")
+    return args
+
+
+def truth(
+    input, linear_weight, teacher_input, teacher_weight, linear_bias=None, teacher_bias=None, mask=None, beta=0.0,
+    temperature=1.0, softcap=None, teacher_softcap=None, logit_scale=None, teacher_logit_scale=None, **ignored,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(divergence, entropy) of each row in fp64."""
+
+    def log_softmax(x, w, bias, scale, cap):
+        z = x.nan_to_num(0.0) @ w.T
+        z = (z if bias is None else z + bias) * (scale or 1)
+        return ((z if cap is None else cap * torch.tanh(z / cap)) / temperature).log_softmax(-1)
+
+    log_s = log_softmax(input, linear_weight, linear_bias, logit_scale, softcap)
+    log_t = log_softmax(teacher_input, teacher_weight, teacher_bias, teacher_logit_scale, teacher_softcap)
+    s, t = log_s.exp(), log_t.exp()
+    if beta in (0, 1):
+        loss = (t * (log_t - log_s)).sum(-1) if beta == 0 else (s * (log_s - log_t)).sum(-1)
+    else:
+        log_m = ((1 - beta) * s + beta * t).log()
+        loss = beta * (t * (log_t - log_m)).sum(-1) + (1 - beta) * (s * (log_s - log_m)).sum(-1)
+    live = torch.ones_like(loss) if mask is None else mask
+    return loss * live, -(s * log_s).sum(-1) * live
+
+
+def compare(args: dict, reduction: str = "mean", tolerance: float | None = None, **options) -> None:
+    """Compares losses, entropies and gradients with fp64."""
+    dtype = args["input"].dtype
+    leaves = [name for name in ("input", "linear_weight", "linear_bias") if name in args]
+    results = []
+    for is_truth in (False, True):
+        cast = {n: t.double() if is_truth and t.is_floating_point() else t for n, t in args.items()}
+        cast |= {name: cast[name].detach().requires_grad_() for name in leaves}
+        if is_truth:
+            losses, entropy = truth(**cast, **options)
+            count = args["mask"].sum() if "mask" in args else len(losses)
+            loss = losses if reduction == "none" else losses.sum() / (count if reduction == "mean" else 1)
+        else:
+            found = linear_divergence(**cast, reduction=reduction, **options)
+            loss, entropy = found if options.get("return_entropy") else (found, None)
+        weights = torch.linspace(-1, 2, loss.numel()).view(loss.shape) if reduction == "none" else torch.tensor(1.7)
+        grads = torch.autograd.grad(loss, [cast[name] for name in leaves], weights.to(loss.dtype))
+        results.append([loss.detach(), entropy, *grads])
+    names = "loss", "entropy", *leaves
+    for name, got, want in zip(names, *results, strict=True):
+        if got is None:
+            continue
+        is_result = name in ("loss", "entropy")  # these are not in 16 bits
+        unit = torch.finfo(FP32 if is_result and dtype != FP64 else dtype).eps
+        bound = tolerance or unit * (20 if is_result or dtype in (FP32, FP64) else 2)
+        assert error(got, want).norm <= bound, name
+
+
+@pytest.mark.parametrize("dtype", [FP64, FP32, BF16])
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_portable_path(dtype, beta, reduction):
+    compare(make(37, 24, 40, 301, dtype), reduction, beta=beta, **EVERYTHING)
+    compare(make(37, 24, 40, 301, dtype, bias=False, mask=False), reduction, beta=beta)
+
+
+CASES = [  # where, dtype, v, beta, reduction
+    (QUICK, BF16, 301, 0.3, "mean"),
+    ("h200/at_once/1", FP16, 296, 0.0, "none"),
+    ("h200/late/2", BF16, 296, 1.0, "sum"),
+    ("b200/late/0", BF16, 301, 0.5, "none"),
+    ("b300/at_once/1", FP16, 520, 1.0, "mean"),
+    ("b200/at_once/2", BF16, 301, 0.0, "sum"),
+]
+
+
+@pytest.mark.parametrize(
+    "where, dtype, v, beta, reduction",
+    [pytest.param(*case, marks=[] if case[0] == QUICK else pytest.mark.exhaustive) for case in CASES],
+)
+def test_kernels_in_the_emulator(where, dtype, v, beta, reduction):
+    with emulated(where) as report:
+        compare(make(70, 64, 72, v, dtype), reduction, beta=beta, **EVERYTHING)
+        if where != QUICK:
+            compare(make(70, 64, 72, v, dtype, bias=False, mask=False), reduction, beta=beta)
+    assert {launch.kernel for launch in report.launches} == {"divergence_gemm", "divergence_rows"}
+
+
+@pytest.mark.parametrize("where", [QUICK, pytest.param("b200/at_once/1", marks=pytest.mark.exhaustive)])
+def test_a_row_over_a_cluster(where, monkeypatch):
+    for family, variant in ROWS_SPEC.on.items():
+        rule = variant._replace(rule=lambda problem, gpu: DivergenceRowsConfig(64, 4))
+        monkeypatch.setitem(ROWS_SPEC.on, family, rule)
+    with emulated(where, sm_count=8) as report:
+        compare(make(5, 64, 64, 1003, BF16), "none", beta=0.4, temperature=0.7, return_entropy=True)
+    assert [launch.cluster for launch in report.launches if launch.kernel == "divergence_rows"] == [(4, 1, 1)]
+
+
+@pytest.mark.parametrize("path", ["portable", pytest.param(QUICK, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_blocks_and_chunks(path, reduction):
+    """Of 128 rows; dw is summed over blocks, and "none" computes logits again."""
+    args = make(300, 64, 72, 301, FP32 if path == "portable" else BF16)
+    limit = schedule.memory_of(schedule.Layout(128, 128), 300, 301, 64, 2, schedule.Needed(BF16, BF16, BF16))
+    with contextlib.nullcontext() if path == "portable" else emulated(path):
+        compare(args, reduction, beta=0.5, memory_limit=2 * limit)
+
+
+@pytest.mark.parametrize("path", ["portable", pytest.param(QUICK, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_a_student_close_to_its_teacher(path, beta):
+    """Logits differ by 1 %; divergences are 1e-4 or less."""
+    g = torch.Generator().manual_seed(0)
+    dtype = FP32 if path == "portable" else BF16
+    teacher_x, teacher_w = (torch.randn(shape, generator=g).to(dtype) for shape in ((40, 64), (296, 64)))
+    x = (teacher_x + 0.01 * torch.randn(40, 64, generator=g)).to(dtype)
+    args = dict(input=x, linear_weight=teacher_w / 4, teacher_input=teacher_x, teacher_weight=teacher_w / 4)
+    with contextlib.nullcontext() if path == "portable" else emulated(path):
+        compare(args, tolerance=1e-3 if path == "portable" else 6e-3, beta=beta)
+        args["input"] = teacher_x
+        loss = linear_divergence(**args, beta=beta, reduction="none")
+    assert loss.abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("path", ["portable", QUICK])
+def test_classes_of_probability_0(path):
+    """Masked by a bias of -inf, in both models or in the student alone."""
+    args = make(9, 64, 64, 296, FP32 if path == "portable" else BF16, mask=False)
+    for name in ("linear_bias", "teacher_bias"):
+        args[name][200:] = -torch.inf
+    with contextlib.nullcontext() if path == "portable" else emulated(path):
+        for beta in (0.0, 0.5, 1.0) if path == "portable" else (0.5,):
+            x = args["input"].clone().requires_grad_()
+            loss = linear_divergence(**args | dict(input=x), beta=beta)
+            (dx,) = torch.autograd.grad(loss, x)
+            short = {name: t[:200] if t.shape[0] == 296 else t for name, t in args.items()}
+            torch.testing.assert_close(loss, linear_divergence(**short, beta=beta))
+            assert dx.isfinite().all()
+    args["teacher_bias"][200:] = 0
+    assert linear_divergence(**args).isinf()  # KL(t || s)
+
+
+def test_nan_and_no_rows():
+    args = make(6, 16, 16, 33, FP32, mask=False)
+    args["input"][2] = float("nan")
+    leaves = [args["input"].requires_grad_(), args["linear_weight"].requires_grad_()]
+    loss = linear_divergence(**args, reduction="none")
+    assert loss.isnan().tolist() == [False, False, True, False, False, False]
+    dead = torch.zeros(6, dtype=torch.bool)
+    loss, entropy = linear_divergence(**args, mask=dead, return_entropy=True)
+    assert loss == 0
+    assert not entropy.any()
+    assert not any(grad.any() for grad in torch.autograd.grad(loss, leaves))
+    args["input"], args["teacher_input"] = torch.ones(2, 0, 16, requires_grad=True), torch.ones(2, 0, 16)
+    loss = linear_divergence(**args)
+    assert loss == 0
+    loss.backward()
+    assert linear_divergence(**args, reduction="none").shape == (2, 0)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_second_backward_and_buffers(reduction):
+    args = make(12, 16, 24, 65, FP32, mask=False)
+    x, w = args["input"].requires_grad_(), args["linear_weight"].requires_grad_()
+    loss = linear_divergence(**args, reduction=reduction, beta=0.5).sum()
+    first, second = (torch.autograd.grad(loss, [x, w], retain_graph=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    buffer = torch.ones(65, 16)
+    loss = linear_divergence(**args, reduction=reduction, beta=0.5, grad_weight_out=buffer).sum()
+    w.grad = None
+    loss.backward()
+    assert w.grad is None
+    torch.testing.assert_close(buffer, 1 + first[1])
+    torch.testing.assert_close(x.grad, first[0])
+
+
+def test_num_items_shapes_and_autocast():
+    args = make(12, 16, 24, 65, FP32, mask=False)
+    total = linear_divergence(**args, reduction="sum")
+    for items in (5, torch.tensor(5)):
+        torch.testing.assert_close(linear_divergence(**args, num_items=items), total / 5)
+    cubes = args | {name: args[name].view(3, 4, -1) for name in ("input", "teacher_input")}
+    assert linear_divergence(**cubes, reduction="none").shape == (3, 4)
+    args["input"].requires_grad_()
+    with torch.autocast("cpu", BF16):
+        loss = linear_divergence(**args)
+    (dx,) = torch.autograd.grad(loss, args["input"])
+    assert loss.dtype == dx.dtype == FP32
+    assert error(loss, linear_divergence(**args).double()).norm <= 0.01
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_compiles(reduction):
+    args = make(12, 16, 24, 65, FP32)
+    leaves = [args["input"].requires_grad_(), args["linear_weight"].requires_grad_()]
+
+    def call(**args):
+        return linear_divergence(**args, reduction=reduction, beta=0.5, return_entropy=True)
+
+    results = []
+    for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+        loss, entropy = function(**args)
+        results.append([loss, entropy, *torch.autograd.grad(loss.sum(), leaves)])
+        assert not entropy.requires_grad
+    torch.testing.assert_close(*results)
+
+
+def test_memory_is_as_computed():
+    """The peak of a dry run, in 16 bits, with one block and with several."""
+    from quackish.gpu import H100
+    from quackish.ops.linear_divergence.tools import LINEAR_DIVERGENCE
+    from quackish.ops.shared.dry_run import dry_run
+
+    m, h, teacher_h, v = 1000, 128, 256, 32_003
+    for limit in (1 << 40, 70_000_000):
+        args = LINEAR_DIVERGENCE.arguments((m, h, teacher_h, v), BF16, torch.device("meta"))
+        found = dry_run(LINEAR_DIVERGENCE, args | dict(memory_limit=limit), H100, ("forward", "backward"), "")
+        needed = schedule.Needed(BF16, BF16, None)
+        layout = schedule.layout_within(limit, m, v, h, 2, needed)
+        computed = schedule.memory_of(layout, m, v, h, 2, needed) + 2 * h * (v + m)
+        assert abs(found.peak_bytes - computed) <= 8 << 20  # rounding to blocks, and vectors of rows
+        assert (layout.block >= m) == (limit == 1 << 40)
+    with pytest.raises(ValueError, match="memory_limit is 5 bytes, expected at least"):
+        linear_divergence(**make(300, 16, 16, 33, FP32), memory_limit=5)
+
+
+def test_bits_do_not_depend_on_other_rows():
+    args = make(40, 64, 64, 301, BF16, mask=False)
+    some = args | {name: args[name][7:19] for name in ("input", "teacher_input")}
+    with emulated(QUICK):
+        whole, part = (linear_divergence(**a, beta=0.3, reduction="none") for a in (args, some))
+    assert torch.equal(whole[7:19], part)
+
+
+def test_teachers_get_no_gradient():
+    args = make(4, 16, 16, 33, FP32)
+    args["teacher_weight"].requires_grad_()
+    with pytest.raises(
+        ValueError, match=r"teacher_weight requires grad, but only the student .* teacher_weight.detach"
+    ):
+        linear_divergence(**args)
+    with torch.no_grad():
+        linear_divergence(**args)
+    with pytest.raises(quackish.UnsupportedError, match="no kernel for cpu tensors"):
+        linear_divergence(**make(4, 16, 16, 33, BF16), backend="cute")
