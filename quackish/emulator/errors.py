@@ -1,8 +1,115 @@
 """The errors of the emulator."""
 
+import dataclasses
+from typing import Any
 
+from quackish.emulator.rules import FAULT, RULES
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """An instruction that threads executed."""
+
+    file: str  # of the source; "" if the PTX does not say
+    line: int
+    ptx_line: int
+    instruction: str
+    cta: tuple[int, int, int]
+    rank: int | None  # of the CTA in its cluster; None in clusters of one
+    warps: tuple[int, ...]
+    threads: str  # such as "lanes 0x1 of warp 3"
+
+    def __str__(self) -> str:
+        rank = "" if self.rank is None else f", rank {self.rank} of its cluster"
+        source = f"{self.file}:{self.line}" if self.file else "no source line"
+        return f"CTA {self.cta}{rank}, {self.threads}\n    at PTX line {self.ptx_line}, {source}: {self.instruction}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Circumstances:
+    """The launch in which something happened, and how to repeat it."""
+
+    launch: int  # its number in the report, from 0
+    kernel: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    cluster: tuple[int, int, int]
+    shared_bytes: int  # dynamic shared memory
+    gpu: str
+    sm_count: int
+    completion: str
+    seed: Any
+    how_to_repeat: str
+
+    def __str__(self) -> str:
+        return (
+            f"  launch {self.launch}, counted from 0: kernel {self.kernel}\n"
+            f"  grid {self.grid}, block {self.block}, cluster {self.cluster}, "
+            f"{self.shared_bytes} bytes of dynamic shared memory\n"
+            f"  gpu {self.gpu} with {self.sm_count} SMs, completion={self.completion!r}, seed={self.seed!r}\n"
+            f"  to repeat it: the same call {self.how_to_repeat}"
+        )
+
+
+@dataclasses.dataclass(eq=False)
 class Fault(RuntimeError):
-    """The emulated program did something that the PTX manual forbids."""
+    """The emulated program did something that the PTX manual forbids.
+
+    rule: a name in the table of rules, which also gives the severity. Only faults are raised: `Report.findings` has
+        what is "formal" or a "note", and what `emulator.record` collects or is told not to raise.
+    place: the instruction that did it. `file`, `line`, `ptx_line`, `cta` and `warps` are fields of it.
+    second: another instruction, with which it conflicts
+
+    `dataclasses.asdict` makes a dictionary for JSON.
+    """
+
+    rule: str
+    message: str
+    tensor: str = ""  # the argument that is accessed
+    second: Place | None = None
+    second_is: str = ""  # what the second instruction does, such as "the write"
+    place: Place | None = None  # None if no instruction did it
+    issued_by: Place | None = None  # what issued the asynchronous work that did it
+    launch: Circumstances | None = None
+    severity: str = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.severity = RULES[self.rule].severity
+
+    @property
+    def file(self) -> str:
+        return self.place.file if self.place else ""
+
+    @property
+    def line(self) -> int:
+        return self.place.line if self.place else 0
+
+    @property
+    def ptx_line(self) -> int:
+        return self.place.ptx_line if self.place else 0
+
+    @property
+    def cta(self) -> tuple[int, int, int] | None:
+        return self.place.cta if self.place else None
+
+    @property
+    def warps(self) -> tuple[int, ...]:
+        return self.place.warps if self.place else ()
+
+    def __str__(self) -> str:
+        severity = "" if self.severity == FAULT else f"{self.severity}: "
+        lines = [f"{severity}{self.rule}: {self.message}"]
+        if self.tensor:
+            lines.append(f"  the tensor is {self.tensor}")
+        if self.second:
+            lines.append(f"  {self.second_is} is of {self.second}")
+        if self.issued_by:
+            lines.append(f"  asynchronous work of {self.issued_by}")
+        if self.place:
+            lines.append(f"  executing: {self.place}")
+        if self.launch:
+            lines.append(f"{self.launch}")
+        return "\n".join(lines)
 
 
 class ToolMissing(RuntimeError):

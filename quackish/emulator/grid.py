@@ -14,9 +14,11 @@ from quackish.emulator.clocks import Clocks
 from quackish.emulator.completion import Completion
 from quackish.emulator.decode import Program
 from quackish.emulator.dependent_launches import DependentLaunch, Ended, running
-from quackish.emulator.errors import Fault
+from quackish.emulator.errors import Fault, Place
+from quackish.emulator.findings import Findings
 from quackish.emulator.global_races import GlobalRaces
 from quackish.emulator.memory import GlobalMemory
+from quackish.emulator.ptx import Instruction
 from quackish.emulator.races import Races
 from quackish.emulator.threads import VIEW_OF_TYPE, WARP, WARP_MASK, Cta, Lanes, num_warps, warp_masks, whole_warps
 
@@ -59,6 +61,7 @@ class Grid:
         completion: str = "at_once",
         seed: Any = 0,
         before: Ended | None = None,  # the launch before
+        findings: Findings | None = None,  # by default the first finding is raised
     ):
         self.program, self.parameters, self.gpu, self.memory = program, parameters, gpu, memory
         self.dimensions, self.block, self.cluster_dimensions = launch.grid, launch.block, launch.cluster
@@ -69,8 +72,10 @@ class Grid:
         self.draw = random.Random(f"{seed}")
         self.seed = seed
         self.completion = Completion(completion, self.draw, self.place)
+        self.findings = findings or Findings()
         self.races = Races(self)
-        memory.races = GlobalRaces(self.races, DependentLaunch(running(before, getattr(launch, "programmatic", False))))
+        earlier = running(before, getattr(launch, "programmatic", False))
+        memory.races = GlobalRaces(self.races, DependentLaunch(earlier, self.found))
         self._running: tuple[Any, ...] = ()
         self.executing: Lanes  # the threads that execute the instruction, without those whose predicate is false
         self.has_slow = self.draw.random() < SLOW_CHANCE
@@ -96,21 +101,27 @@ class Grid:
         """Raises Fault if a GPU would refuse the launch."""
         required = self.program.entry.directives.get("reqntid")
         if required and (*required, 1, 1)[:3] != self.block:
-            raise Fault(f"a launch with {self.block} threads of a kernel that requires {required}")
+            raise Fault("launch-config", f"a launch with {self.block} threads of a kernel that requires {required}")
         if any(n % size for n, size in zip(self.dimensions, self.cluster_dimensions, strict=True)):
-            raise Fault(f"a grid of {self.dimensions} CTAs, which clusters of {self.cluster_dimensions} do not divide")
+            raise Fault(
+                "launch-config",
+                f"a grid of {self.dimensions} CTAs, which clusters of {self.cluster_dimensions} do not divide",
+            )
         if self.num_threads > 1024 or not self.num_threads:
-            raise Fault(f"a CTA of {self.num_threads} threads; valid are 1 to 1024")
+            raise Fault("launch-config", f"a CTA of {self.num_threads} threads; valid are 1 to 1024")
         if math.prod(self.cluster_dimensions) > 16:
-            raise Fault(f"a cluster of {self.cluster_dimensions} CTAs; at most 16 are possible")
+            raise Fault("launch-config", f"a cluster of {self.cluster_dimensions} CTAs; at most 16 are possible")
         if self.shared_bytes > self.gpu.smem_bytes:
             raise Fault(
-                f"a CTA takes {self.shared_bytes} bytes of shared memory; at most {self.gpu.smem_bytes} are possible"
+                "launch-config",
+                f"a CTA takes {self.shared_bytes} bytes of shared memory; at most {self.gpu.smem_bytes} are possible",
             )
         if self.max_resident < math.prod(self.cluster_dimensions):
-            raise Fault(f"a cluster of {self.cluster_dimensions} CTAs does not fit: {self.residency}")
+            raise Fault("launch-config", f"a cluster of {self.cluster_dimensions} CTAs does not fit: {self.residency}")
         if cooperative and self.max_resident < math.prod(self.dimensions):
-            raise Fault(f"a cooperative launch of {self.dimensions} CTAs does not fit: {self.residency}")
+            raise Fault(
+                "launch-config", f"a cooperative launch of {self.dimensions} CTAs does not fit: {self.residency}"
+            )
 
     @property
     def ctas_per_sm(self) -> int:
@@ -327,6 +338,9 @@ class Grid:
                     step(lanes)
                 self._running = cta, lanes, block, None
                 following = current.end(lanes)
+            except Fault as fault:
+                fault.place = fault.place or self.place()()
+                raise
             except Exception as error:
                 raise self._located(error) from error
             if following is None:
@@ -357,7 +371,7 @@ class Grid:
         ctas = [cta for cluster in resident for cta in cluster.ctas]
         loops = any(self._converged(cta, *fragment) for cta in ctas for fragment in cta.fragments.items())
         why = "threads loop, and no other thread will change what they wait for" if loops else "no thread can go on"
-        lines = [f"deadlock: {why}"]
+        lines = [why]
         if num_waiting:
             lines.append(
                 f"  {num_waiting * math.prod(self.cluster_dimensions)} CTAs have not begun, because only "
@@ -367,13 +381,18 @@ class Grid:
         lines += states[:24]
         if len(states) > 24:
             lines.append(f"  and {len(states) - 24} more")
-        return Fault("\n".join(lines))
+        return Fault("deadlock", "\n".join(lines))
 
-    def place(self) -> Callable[[], str]:
-        """Returns a function that describes the instruction that executes now, even if called later."""
+    def found(self, fault: Fault) -> None:
+        """Takes a fault of the instruction that executes now. Raises it unless the run goes on."""
+        fault.place = self.place()()
+        self.findings.add(fault)
+
+    def place(self) -> Callable[[], Place]:
+        """Returns a function that returns the instruction that executes now, even if called later."""
         cta, lanes, block, steps = self._running
         step = self._index(block, steps)
-        return lambda: f"{cta.describe()}, {lanes.describe()}\n    at {self.program.location(block, step)}"
+        return lambda: _place(cta, lanes, self.program.blocks[block].instructions[step])
 
     @property
     def opcode(self) -> str:
@@ -387,12 +406,26 @@ class Grid:
         return current.size - 1 if steps is None else len(current.steps) - operator.length_hint(steps) - 1
 
     def _located(self, error: Exception) -> Exception:
-        """Adds to an error where it happened. Any error but a Fault is the emulator's own."""
-        kind: Callable[[str], Exception] = Fault if isinstance(error, Fault) else RuntimeError
-        prefix = "" if isinstance(error, Fault) else f"the emulator failed: {type(error).__name__}: "
+        """Adds where it happened to an error of the emulator's own."""
+        prefix = f"the emulator failed: {type(error).__name__}: "
         if type(error) is NotImplementedError:
             prefix = "the emulator does not support this: "
-        return kind(f"{prefix}{error}\n  executing: {self.place()()}")
+        return RuntimeError(f"{prefix}{error}\n  executing: {self.place()()}")
+
+
+def _place(cta: Cta, lanes: Lanes, instruction: Instruction) -> Place:
+    """The place of an instruction that threads execute."""
+    file, _, line = instruction.source.rpartition(":")
+    return Place(
+        file=file,
+        line=int(line or 0),
+        ptx_line=instruction.line,
+        instruction=instruction.text[:120],
+        cta=cta.index,
+        rank=cta.rank if cta.cluster.size > 1 else None,
+        warps=tuple(lanes.warps()),
+        threads=lanes.describe(),
+    )
 
 
 class _Idle:

@@ -57,7 +57,10 @@ class GlobalMemory:
                 self._set(self._find_regions(generation))
                 found = self._lookup(low, high)
         if found < 0:
-            raise Fault(f"access of global memory at [{low:#x}, {high:#x}), outside every tensor{self._nearest(low)}")
+            raise Fault(
+                "out-of-bounds",
+                f"access of global memory at [{low:#x}, {high:#x}), outside every tensor{self._nearest(low)}",
+            )
         return found
 
     def _lookup(self, low: int, high: int) -> int:
@@ -111,7 +114,9 @@ class GlobalMemory:
         """The indices of addresses in a region's view of this width."""
         offsets = addresses - np.uint64(self._bases[region])
         if self._bases[region] % width:
-            raise Fault(f"a tensor at {self._bases[region]:#x} is not aligned to its elements of {width} bytes")
+            raise Fault(
+                "misaligned", f"a tensor at {self._bases[region]:#x} is not aligned to its elements of {width} bytes"
+            )
         return (offsets // np.uint64(width)).astype(np.intp)
 
     def load(self, addresses: np.ndarray, width: int, count: int, counted: bool = True) -> np.ndarray:
@@ -179,7 +184,7 @@ def _check_alignment(addresses: np.ndarray, size: int, space: str) -> None:
         misaligned = (addresses & addresses.dtype.type(size - 1)) != 0
         if misaligned.any():
             address = int(addresses[misaligned][0])
-            raise Fault(f"misaligned access of {size} bytes of {space} memory at {address:#x}")
+            raise Fault("misaligned", f"misaligned access of {size} bytes of {space} memory at {address:#x}")
 
 
 class SharedMemory:
@@ -195,8 +200,9 @@ class SharedMemory:
         """Raises Fault unless the CTA has the bytes from `low` to `high`."""
         if low < SYSTEM_SHARED_BYTES or high > self.size:
             raise Fault(
+                "out-of-bounds",
                 f"access of shared memory at [{low:#x}, {high:#x}); "
-                f"the CTA has [{SYSTEM_SHARED_BYTES:#x}, {self.size:#x})"
+                f"the CTA has [{SYSTEM_SHARED_BYTES:#x}, {self.size:#x})",
             )
 
     def _indices(self, offsets: np.ndarray, width: int, count: int) -> np.ndarray:
@@ -246,7 +252,10 @@ class LocalMemory:
         """The indices of bytes. Raises Fault for accesses that are misaligned or out of bounds."""
         _check_alignment(offsets, size, "local")
         if int(offsets.max()) + size > self.bytes.shape[1]:
-            raise Fault(f"access of local memory at {int(offsets.max()):#x}; a thread has {self.bytes.shape[1]} bytes")
+            raise Fault(
+                "out-of-bounds",
+                f"access of local memory at {int(offsets.max()):#x}; a thread has {self.bytes.shape[1]} bytes",
+            )
         return threads[:, None], offsets[:, None].astype(np.intp) + np.arange(size)
 
     def load(self, threads: np.ndarray, offsets: np.ndarray, size: int) -> np.ndarray:

@@ -1,9 +1,11 @@
-"""What launches did, in numbers."""
+"""What launches did, in numbers, and what was found."""
 
 import dataclasses
 from typing import Any
 
 from quackish.emulator.dependent_launches import Ended
+from quackish.emulator.errors import Fault
+from quackish.emulator.findings import Findings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,10 +31,16 @@ class LaunchReport:
 
 @dataclasses.dataclass
 class Report:
-    """What `emulator.record` yields: its settings, and its launches so far, oldest first."""
+    """What `emulator.record` yields: its settings, its launches so far, oldest first, and what was found in them."""
 
     completion: str
     seed: Any
     how_to_repeat: str = ""
     launches: list[LaunchReport] = dataclasses.field(default_factory=list)
     before: Ended | None = None  # the latest launch
+    checks: Findings = dataclasses.field(default_factory=Findings)
+
+    @property
+    def findings(self) -> list[Fault]:
+        """Findings that did not end the run, oldest first: each pair of instructions once."""
+        return self.checks.found

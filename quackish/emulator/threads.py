@@ -182,7 +182,7 @@ class Cta:
         self.local = LocalMemory(self.num_threads, grid.program.local_bytes)
         self.shared.races = SharedRaces(grid.races, self)
         self.tensor_races = TensorRaces(grid.races, self)
-        self.wgmma_registers = WgmmaRegisters(self.num_warps)
+        self.wgmma_registers = WgmmaRegisters(self.num_warps, grid.found)
         self.special = special_registers(grid, cluster, rank, index)
         self.fragments: dict[int, int] = {0: self.all_threads}  # block -> threads that are at its beginning
         self.parked: list[Parked] = []

@@ -314,7 +314,7 @@ def test_the_command_reports_wrong_results_and_faults(monkeypatch, capsys):
     assert "WRONG" in capsys.readouterr().out
 
     def fail(*args):
-        raise Fault("a mistake")
+        raise Fault("deadlock", "a mistake")
 
     monkeypatch.setattr("quackish.emulator.grid.Grid.run", fail)
     assert main("emulate rms_norm 4x256".split()) == 1

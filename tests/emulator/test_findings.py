@@ -1,0 +1,127 @@
+"""What a Fault says, in which fields, and which findings end a run."""
+
+import dataclasses
+import json
+import re
+import traceback
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quackish import emulator
+from quackish.emulator import Fault
+from quackish.emulator.rules import FORMAL, RULES, SEVERITIES
+from tests.emulator.ptx import kernel, record
+
+DOCS = Path(__file__).parents[2] / "docs" / "emulator.md"
+HEAD = '.file 1 "kernels/toy.py"\n.shared .align 128 .b8 buffer[2048];'
+REGISTERS = ".reg .b32 %t, %s, %a, %b, %v, %i; .reg .b64 %o; .reg .pred %p, %first;"
+BEGIN = "mov.u32 %t, %tid.x; mov.u32 %s, buffer; setp.eq.u32 %first, %t, 0; mad.lo.u32 %a, %t, 4, %s;\n"
+# Each thread writes its number, and reads one of the other warp. Then it writes again.
+RACES = """
+.loc 1 10 0
+st.shared.u32 [%a], %t;
+xor.b32 %b, %t, 32; mad.lo.u32 %b, %b, 4, %s;
+.loc 1 11 0
+ld.shared.u32 %v, [%b];
+bar.sync 0;
+.loc 1 12 0
+@%first st.shared.u32 [%s], 7;
+.loc 1 13 0
+ld.shared.u32 %v, [%s];
+"""
+# Two warps read what a third one writes.
+TWO_READS = """
+setp.ge.u32 %p, %t, 32; @%p bra OTHERS;
+.loc 1 20 0
+ld.shared.u32 %v, [%s]; bra END;
+OTHERS: setp.ge.u32 %p, %t, 64; @%p bra WRITE;
+.loc 1 21 0
+ld.shared.u32 %v, [%s]; bra END;
+WRITE:
+.loc 1 22 0
+st.shared.u32 [%s], 7;
+END:
+"""
+
+
+def run(body, threads=64, **settings):
+    text = kernel(BEGIN + body, "x", REGISTERS, HEAD)
+    return record(text, np.zeros(64, np.uint32), block=(threads, 1, 1), **settings)
+
+
+def fault_of(body, threads=64, **settings):
+    with pytest.raises(Fault) as caught:
+        run(body, threads, **settings)
+    return caught.value
+
+
+def lines_of(findings):
+    """(rule, the lines of both instructions) of each."""
+    return {(finding.rule, frozenset((finding.line, finding.second.line))) for finding in findings}
+
+
+def test_the_fields_of_a_fault():
+    fault = fault_of(RACES)
+    assert (fault.rule, fault.severity, fault.file) == ("shared-race", "fault", "kernels/toy.py")
+    assert {fault.line, fault.second.line} == {10, 11}
+    assert {fault.warps, fault.second.warps} == {(0,), (1,)}
+    assert fault.cta == (0, 0, 0)
+    assert fault.place.instruction.startswith(("st.shared", "ld.shared"))
+    assert f"PTX line {fault.ptx_line}, kernels/toy.py:{fault.line}: {fault.place.instruction}" in str(fault)
+    assert (fault.launch.launch, fault.launch.gpu, fault.launch.seed) == (0, "H200", 0)
+    assert json.loads(json.dumps(dataclasses.asdict(fault)))["second"]["line"] == fault.second.line
+
+
+@pytest.mark.parametrize("body", [RACES, "mov.u32 %s, 4; ld.shared.u32 %v, [%s];", "bar.sync 1, 96;"])
+def test_a_fault_prints_without_the_emulator_s_own_calls(body):
+    printed = "".join(traceback.format_exception(fault_of(body)))
+    assert printed.count("Traceback") == 1
+    assert "grid.py" not in printed
+
+
+def test_all_races_of_a_run():
+    """Also where no thread would read what is wrong; each pair of instructions once."""
+    for seed in range(3):
+        findings = run(RACES, all_races=True, seed=seed).findings
+        assert lines_of(findings) == {("shared-race", frozenset(lines)) for lines in ((10, 11), (12, 13))}
+        assert len(findings) <= 4
+        findings = run(TWO_READS, threads=96, all_races=True, seed=seed).findings
+        assert lines_of(findings) == {("shared-race", frozenset(lines)) for lines in ((20, 22), (21, 22))}
+
+
+def test_a_suppressed_race():
+    """At either of its instructions, whatever the seed."""
+    for seed in range(3):
+        for first, other in ("kernels/toy.py:10", "toy.py:13"), ("toy.py:11", "toy.py:12"):
+            report = run(RACES, seed=seed, suppress=[("shared-race", first), ("shared-race", other)])
+            assert (report.findings, len(report.launches)) == ([], 1)
+        run(RACES, seed=seed, suppress=[("shared-race", "toy.py")])
+        for place in "toy.py:14", "oy.py", "other/toy.py", "toy.py:1":
+            with pytest.raises(Fault, match="shared-race"):
+                run(RACES, seed=seed, suppress=[("shared-race", place)])
+
+
+@pytest.mark.parametrize("rule", ["deadlock", "race"])
+def test_a_rule_that_cannot_be_suppressed(rule):
+    with (
+        pytest.raises(ValueError, match=f"suppress has rule '{rule}'; expected one of shared-race, "),
+        emulator.record(suppress=[(rule, "toy.py")]),
+    ):
+        pass
+
+
+def test_a_finding_below_a_fault_is_listed(monkeypatch):
+    monkeypatch.setitem(RULES, "shared-race", RULES["shared-race"]._replace(severity=FORMAL))
+    findings = run(RACES).findings
+    assert {finding.severity for finding in findings} == {"formal"}
+    assert str(findings[0]).startswith("formal: shared-race: thread ")
+
+
+def test_the_page_lists_the_rules():
+    table = re.findall(r"^\| `([a-z-]+)` \| (\w+) \| (yes|no) \| (.*) \|$", DOCS.read_text(), re.M)
+    assert table == [
+        (name, rule.severity, "yes" if rule.goes_on else "no", rule.meaning) for name, rule in RULES.items()
+    ]
+    assert all(rule.severity in SEVERITIES for rule in RULES.values())
