@@ -18,11 +18,20 @@ class Place:
     rank: int | None  # of the CTA in its cluster; None in clusters of one
     warps: tuple[int, ...]
     threads: str  # such as "lanes 0x1 of warp 3"
+    execution: int  # how often the first of the warps has executed it, this time included
 
     def __str__(self) -> str:
         rank = "" if self.rank is None else f", rank {self.rank} of its cluster"
         source = f"{self.file}:{self.line}" if self.file else "no source line"
-        return f"CTA {self.cta}{rank}, {self.threads}\n    at PTX line {self.ptx_line}, {source}: {self.instruction}"
+        which = f"{ordinal(self.execution)} execution of " if self.execution > 1 else ""
+        at = f"at {which}PTX line {self.ptx_line}, {source}: {self.instruction}"
+        return f"CTA {self.cta}{rank}, {self.threads}\n    {at}"
+
+
+def ordinal(number: int) -> str:
+    """1st, 2nd, 3rd, 4th, ..., 11th, ..., 21st."""
+    suffix = "th" if number // 10 % 10 == 1 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{suffix}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,9 +74,11 @@ class Fault(RuntimeError):
 
     rule: str
     message: str
+    advice: str = ""  # what would repair it
     tensor: str = ""  # the argument that is accessed
     second: Place | None = None
     second_is: str = ""  # what the second instruction does, such as "the write"
+    details: str = ""  # of a deadlock: what all threads wait for
     place: Place | None = None  # None if no instruction did it
     issued_by: Place | None = None  # what issued the asynchronous work that did it
     launch: Circumstances | None = None
@@ -99,6 +110,8 @@ class Fault(RuntimeError):
     def __str__(self) -> str:
         severity = "" if self.severity == FAULT else f"{self.severity}: "
         lines = [f"{severity}{self.rule}: {self.message}"]
+        if self.advice:
+            lines.append(f"  {self.advice}")
         if self.tensor:
             lines.append(f"  the tensor is {self.tensor}")
         if self.second:
@@ -107,6 +120,8 @@ class Fault(RuntimeError):
             lines.append(f"  asynchronous work of {self.issued_by}")
         if self.place:
             lines.append(f"  executing: {self.place}")
+        if self.details:
+            lines.append(self.details)
         if self.launch:
             lines.append(f"{self.launch}")
         return "\n".join(lines)

@@ -116,7 +116,7 @@ class GlobalRaces:
             if late.any():
                 for i, j in one_of_each(found, late):
                     who = f"warp {warp[i] % self.races.grid.executing.cta.num_warps} reads"
-                    self._found(tensor, int(granules[i, j]) * shadow.granule, who, found[i, j])
+                    self._found(tensor, int(granules[i, j]) * shadow.granule, who, found[i, j], warp[i])
 
     def _late(self, found: np.ndarray, clocks: Clocks, warp: Any, row: int) -> np.ndarray:
         """Returns which of the found events the warps' clocks do not cover. row: ORDERED or GLOBAL."""
@@ -233,12 +233,14 @@ class GlobalRaces:
     def _where(tensor: tuple[int, int], offset: int) -> str:
         return f"global memory, byte {offset} of {tensor[1]} at {tensor[0]:#x}"
 
-    def _found(self, tensor: tuple[int, int], offset: int, who: str, event: int) -> None:
+    def _found(self, tensor: tuple[int, int], offset: int, who: str, event: int, warp: int | None = None) -> None:
         """Reports an access, and about the write `event` that nothing orders before it."""
+        cluster, advice = self.races.grid.executing.cta.cluster, ""
         if self.events.is_async[event]:
             missing = "nothing has waited for the end (cp.async.bulk.wait_group, without .read) of asynchronous work"
-        elif self.events.cluster[event] == self.races.grid.executing.cta.cluster.clocks.number:
+        elif self.events.cluster[event] == cluster.clocks.number:
             missing = "no barrier, or release and acquire, puts this after the write"
+            advice = "" if warp is None else self.races.advice(cluster, warp, event)
         else:
             missing = (
                 "no release after the write, by its thread or behind a barrier, and acquire before this (such as a "
@@ -248,6 +250,7 @@ class GlobalRaces:
             Fault(
                 "global-race",
                 f"{who} {self._where(tensor, offset)}, and {missing}",
+                advice=advice,
                 second=self.events.place(event),
                 second_is="the write",
             )

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from quackish.emulator import deadlocks
 from quackish.emulator.barriers import ClusterBarrier
 from quackish.emulator.clocks import Clocks
 from quackish.emulator.completion import Completion
@@ -18,9 +19,18 @@ from quackish.emulator.errors import Fault, Place
 from quackish.emulator.findings import Findings
 from quackish.emulator.global_races import GlobalRaces
 from quackish.emulator.memory import GlobalMemory
-from quackish.emulator.ptx import Instruction
 from quackish.emulator.races import Races
-from quackish.emulator.threads import VIEW_OF_TYPE, WARP, WARP_MASK, Cta, Lanes, num_warps, warp_masks, whole_warps
+from quackish.emulator.threads import (
+    VIEW_OF_TYPE,
+    WARP,
+    WARP_MASK,
+    Cta,
+    Lanes,
+    num_warps,
+    place_of,
+    warp_masks,
+    whole_warps,
+)
 
 MAX_CTAS_PER_SM = 32  # compute capabilities 9.0 and 10.x
 RESERVED_SHARED_BYTES = 1024  # the system's part of each CTA's shared memory
@@ -180,7 +190,7 @@ class Grid:
                 elif is_stuck and self._expire_waits(resident):
                     idle.reset()
                 elif is_stuck:
-                    raise self._deadlock(resident, len(waiting))
+                    raise self._stuck(resident, len(waiting))
             self.completion.finish()
 
     def _expire_waits(self, resident: list[Cluster]) -> bool:
@@ -260,16 +270,16 @@ class Grid:
         choices, taken = [], 0
         for block in sorted(cta.fragments):
             mask = cta.fragments[block] & ~cta.yielded.get(block, 0) & ~taken
-            mask = self._converged(cta, block, mask)
+            mask = self.converged(cta, block, mask)
             if mask:
                 choices.append((block, mask))
                 taken |= whole_warps(mask)
         if cta.slow_threads and self.keeps_slow_back:
-            quick = [(block, self._converged(cta, block, mask & ~cta.slow_threads)) for block, mask in choices]
+            quick = [(block, self.converged(cta, block, mask & ~cta.slow_threads)) for block, mask in choices]
             return [choice for choice in quick if choice[1]] or choices
         return choices
 
-    def _converged(self, cta: Cta, block: int, mask: int) -> int:
+    def converged(self, cta: Cta, block: int, mask: int) -> int:
         """The threads of `mask` that can execute the block: all that must do so with them have come."""
         needed = self.program.blocks[block].converged
         if not needed or not mask:
@@ -286,7 +296,7 @@ class Grid:
         return result
 
     def _with_members(self, cta: Cta, block: int, mask: int) -> int:
-        """`_converged` where the block's instruction has a member mask."""
+        """`converged` where the block's instruction has a member mask."""
         current, result = self.program.blocks[block], 0
         read = current.members
         assert read is not None
@@ -328,6 +338,7 @@ class Grid:
         while True:
             current = self.program.blocks[block]
             cta.block = block
+            cta.executed[block].append(mask)
             count += 1
             self.num_instructions += warps * current.size
             steps = iter(current.steps)
@@ -352,7 +363,7 @@ class Grid:
             if others or following in cta.fragments or count >= budget:
                 cta.add(following, mask)
                 return count
-            if self.program.blocks[following].converged and self._converged(cta, following, mask) != mask:
+            if self.program.blocks[following].converged and self.converged(cta, following, mask) != mask:
                 cta.add(following, mask)
                 return count
             block = following
@@ -366,22 +377,12 @@ class Grid:
 
     # Faults
 
-    def _deadlock(self, resident: list[Cluster], num_waiting: int) -> Fault:
-        """The Fault of a deadlock. It lists what threads wait for, at most 24 groups of them."""
+    def _stuck(self, resident: list[Cluster], num_waiting: int) -> Fault:
+        """The Fault of threads that cannot go on: see `deadlocks`."""
         ctas = [cta for cluster in resident for cta in cluster.ctas]
-        loops = any(self._converged(cta, *fragment) for cta in ctas for fragment in cta.fragments.items())
-        why = "threads loop, and no other thread will change what they wait for" if loops else "no thread can go on"
-        lines = [why]
-        if num_waiting:
-            lines.append(
-                f"  {num_waiting * math.prod(self.cluster_dimensions)} CTAs have not begun, because only "
-                f"{self.max_resident} fit at once: {self.residency}"
-            )
-        states = [line for cta in ctas for line in _state(cta)]
-        lines += states[:24]
-        if len(states) > 24:
-            lines.append(f"  and {len(states) - 24} more")
-        return Fault("deadlock", "\n".join(lines))
+        not_begun = num_waiting * math.prod(self.cluster_dimensions)
+        full = f"{not_begun} CTAs have not begun, because only {self.max_resident} fit at once: {self.residency}"
+        return deadlocks.fault(ctas, full if num_waiting else "")
 
     def found(self, fault: Fault) -> None:
         """Takes a fault of the instruction that executes now. Raises it unless the run goes on."""
@@ -391,8 +392,8 @@ class Grid:
     def place(self) -> Callable[[], Place]:
         """Returns a function that returns the instruction that executes now, even if called later."""
         cta, lanes, block, steps = self._running
-        step = self._index(block, steps)
-        return lambda: _place(cta, lanes, self.program.blocks[block].instructions[step])
+        step, count = self._index(block, steps), len(cta.executed[block])
+        return lambda: place_of(lanes, block, step, count)
 
     @property
     def opcode(self) -> str:
@@ -411,21 +412,6 @@ class Grid:
         if type(error) is NotImplementedError:
             prefix = "the emulator does not support this: "
         return RuntimeError(f"{prefix}{error}\n  executing: {self.place()()}")
-
-
-def _place(cta: Cta, lanes: Lanes, instruction: Instruction) -> Place:
-    """The place of an instruction that threads execute."""
-    file, _, line = instruction.source.rpartition(":")
-    return Place(
-        file=file,
-        line=int(line or 0),
-        ptx_line=instruction.line,
-        instruction=instruction.text[:120],
-        cta=cta.index,
-        rank=cta.rank if cta.cluster.size > 1 else None,
-        warps=tuple(lanes.warps()),
-        threads=lanes.describe(),
-    )
 
 
 class _Idle:
@@ -454,35 +440,6 @@ class _Idle:
             self.snapshot = digest
             return False
         return digest == self.snapshot
-
-
-def _state(cta: Cta) -> list[str]:
-    """What the threads of a CTA wait for."""
-    waits: dict[tuple[str, str], int] = {}  # (what they do, where) -> threads
-    for parked in cta.parked:
-        key = parked.reason(), parked.location
-        waits[key] = waits.get(key, 0) | parked.mask
-    for block, mask in cta.fragments.items():
-        current = cta.grid.program.blocks[block]
-        together = cta.grid._converged(cta, block, mask)
-        location = cta.grid.program.location(block, 0) if current.size else "the end"
-        if together:
-            waits["poll memory" if current.polls else "loop", location] = together
-        if mask & ~together:
-            others = _CONVERGENCE[current.converged]
-            waits[f"wait for {others} to come to the same instruction", location] = mask & ~together
-    return [
-        f"  {cta.describe()}, {cta.lanes(mask).describe()}: {what}\n    at {location}"
-        for (what, location), mask in sorted(waits.items(), key=lambda item: item[1] & -item[1])
-    ]
-
-
-_CONVERGENCE = {
-    "": "",
-    "members": "the threads of their member mask",
-    "warp": "the other threads of their warp",
-    "warp group": "the other threads of their warp group",
-}
 
 
 def _digest(ctas: list[Cta]) -> bytes:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from quackish.emulator.advice import Access, barrier_between
 from quackish.emulator.clocks import (
     GLOBAL,
     GRANULE,
@@ -95,8 +96,11 @@ class AsyncRaces:
         """The place of a granule in words."""
         raise NotImplementedError
 
-    def _found(self, granule: int, verb: str, by: str, event: int, other: str) -> None:
-        """Reports a race. verb: "reads" or "writes"; other: what the earlier event does, read or write."""
+    def _found(self, granule: int, verb: str, by: str, event: int, other: str, warp: int | None = None) -> None:
+        """Reports a race. verb: "reads" or "writes"; other: what the earlier event does, read or write.
+
+        warp: the component of the warp that accesses memory now; None for asynchronous work
+        """
         events = self.races.events
         if events.is_async[event]:
             why = f"and nothing has waited for the end of asynchronous work that {other}s it"
@@ -106,6 +110,7 @@ class AsyncRaces:
             Fault(
                 self.rule,
                 f"{by} {verb} {self._where(granule)}, {why}",
+                advice="" if warp is None else self.races.advice(self.cta.cluster, warp, event),
                 second=events.place(event),
                 second_is=f"the {other}",
             )
@@ -220,7 +225,7 @@ class SharedRaces(AsyncRaces):
             late &= ~events.is_atomic[found]
         if late.any():
             for i, j in one_of_each(found, late):
-                self._found(granules[i, j], verb, self._thread(threads, i), found[i, j], "write")
+                self._found(granules[i, j], verb, self._thread(threads, i), found[i, j], "write", actor[i, 0])
 
     def _check_reads(self, granules: np.ndarray, threads: Threads, rank_warp: int) -> None:
         """Checks that the last reads of granules precede the threads' writes."""
@@ -243,7 +248,7 @@ class SharedRaces(AsyncRaces):
             )
         if late.any():
             for i, j, column in one_of_each(found, late):
-                self._found(granules[i, j], "writes", self._thread(threads, i), found[i, j, column], "read")
+                self._found(granules[i, j], "writes", self._thread(threads, i), found[i, j, column], "read", actor[i])
 
     @staticmethod
     def _thread(threads: Threads, i: int) -> str:
@@ -282,6 +287,13 @@ class Races:
         self.grid = grid
         self.events = Events()
         self.groups: dict[Hashable, int] = {}  # owner -> how many groups it has committed
+
+    def advice(self, cluster: Any, warp: int, event: int) -> str:
+        """Where a barrier belongs between an event and what a warp does now; "" for asynchronous work."""
+        if self.events.is_async[event]:
+            return ""
+        now, earlier = self.grid.place()(), self.events.place(event)
+        return barrier_between(cluster, Access(int(warp), now), Access(int(self.events.component[event]), earlier))
 
     # Who acts now
 

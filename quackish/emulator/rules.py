@@ -36,6 +36,7 @@ RULES = {
     "tensor-memory-lanes": Rule("An access of lanes of tensor memory that the warp or the product cannot access."),
     # Threads
     "member-mask": Rule("A member mask without a thread that executes the instruction."),
+    "absent-lanes": Rule("Lanes that a member mask names, and that wait at another instruction of the whole warp."),
     "missing-threads": Rule("Threads missing from an instruction of a whole warp or warp group."),
     "non-uniform": Rule("Threads that give different values of an operand that must be the same."),
     # Operands

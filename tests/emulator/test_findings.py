@@ -81,6 +81,49 @@ def test_a_fault_prints_without_the_emulator_s_own_calls(body):
     assert "grid.py" not in printed
 
 
+LOOP = """
+mov.u32 %i, 0;
+LOOP:
+.loc 1 23 0
+st.shared.u32 [%a], %i;
+.loc 1 24 0
+bar.sync 0;
+xor.b32 %b, %t, {distance}; mad.lo.u32 %b, %b, 4, %s;
+.loc 1 25 0
+ld.shared.u32 %v, [%b];
+add.u32 %i, %i, 1; setp.lt.u32 %p, %i, 4;
+@%p bra LOOP;
+"""
+ACROSS = "belongs between the 1st execution of line 25 and the 2nd execution of line 23"
+
+
+@pytest.mark.parametrize(
+    "body, barrier",
+    [
+        (LOOP.format(distance=32), f"a barrier {ACROSS}"),
+        (
+            LOOP.format(distance=1).replace("bar.sync 0", "bar.warp.sync -1"),
+            f"a barrier of the warp (bar.warp.sync) {ACROSS}",
+        ),
+        (RACES, "a barrier belongs between line 10 and line 11"),
+    ],
+)
+def test_where_a_barrier_belongs(body, barrier):
+    """In the order of the program, whichever access this seed's run comes to first."""
+    orders = set()
+    for seed in range(6):
+        fault = fault_of(body, seed=seed)
+        assert fault.advice == barrier
+        again = next((place for place in (fault.place, fault.second) if place.execution == 2), None)
+        assert body == RACES or f"at 2nd execution of PTX line {again.ptx_line}, kernels/toy.py:23: st" in str(fault)
+        orders.add(fault.line)
+    assert len(orders) == 2 or "warp.sync" in body
+
+
+def test_no_barrier_repairs_warps_that_do_different_things():
+    assert fault_of(TWO_READS, threads=96).advice == ""
+
+
 def test_all_races_of_a_run():
     """Also where no thread would read what is wrong; each pair of instructions once."""
     for seed in range(3):
@@ -125,3 +168,52 @@ def test_the_page_lists_the_rules():
         (name, rule.severity, "yes" if rule.goes_on else "no", rule.meaning) for name, rule in RULES.items()
     ]
     assert all(rule.severity in SEVERITIES for rule in RULES.values())
+
+
+SHFL = """
+@!%first bra JOIN;
+.loc 1 31 0
+{shfl}
+JOIN:
+.loc 1 32 0
+bar.sync 0;
+"""
+
+
+@pytest.mark.parametrize("members, named", [("-1", "0xfffffffe"), ("%b", "0xfffffffe")])
+def test_a_shuffle_by_the_first_lane_alone(members, named):
+    """As `cute.arch.warp_idx()` inside `if lane == 0`."""
+    shfl = f"mov.u32 %b, -1; shfl.sync.idx.b32 %a, %t, 0, 31, {members};"
+    fault = fault_of(SHFL.format(shfl=shfl), threads=32)
+    assert (fault.rule, fault.line, fault.second.line) == ("absent-lanes", 31, 32)
+    assert fault.message.startswith("lanes 0x1 of warp 0 alone come to shfl.sync.idx.b32, whose member mask also names")
+    assert named in fault.message
+    run(SHFL.format(shfl="shfl.sync.idx.b32 %a, %t, 0, 31, 1;"), threads=32)
+
+
+def test_the_other_lanes_wait_for_something_else():
+    """Then the shuffle is not the mistake."""
+    begin = "@%first mbarrier.init.shared.b64 [%s], 1; bar.warp.sync -1; @!%first bra JOIN;\n"
+    wait = "WAIT: mbarrier.try_wait.parity.shared.b64 %p, [%s], 0; @!%p bra WAIT; JOIN:"
+    assert fault_of(begin + wait + "shfl.sync.idx.b32 %a, %t, 0, 31, -1;", threads=32).rule == "deadlock"
+
+
+@pytest.mark.parametrize(
+    "ctas, first_line",
+    [
+        (1, "CTA (0, 0, 0), warp 1: {} mbarrier at 0x400 of CTA (0, 0, 0): {}"),
+        (
+            6,
+            "6 CTAs, (0, 0, 0), (1, 0, 0), (2, 0, 0), (3, 0, 0) and 2 more, warp 1 of each: {} mbarrier at 0x400 of "
+            "its CTA: {}",
+        ),
+    ],
+)
+def test_a_deadlock_is_told_once_for_all_ctas(ctas, first_line):
+    wait = "WAIT: mbarrier.try_wait.parity.shared.b64 %p, [%s], 0; @!%p bra WAIT;"
+    body = f"@%first mbarrier.init.shared.b64 [%s], 1; bar.sync 0; setp.lt.u32 %p, %t, 32; @%p bra END; {wait} END:"
+    fault = fault_of(body, grid=(ctas, 1, 1))
+    assert fault.message == "no thread can go on"
+    lines = fault.details.splitlines()
+    reason = "waits for the end of a phase with parity 0:", "phase 0, 1 of 1 arrivals and 0 bytes pending"
+    assert (lines[0].strip(), len(lines)) == (first_line.format(*reason), 2)
