@@ -115,23 +115,33 @@ class Kernel:
 
     def _call(self, *args: Any, **kwargs: Any) -> None:
         on_cuda = tuple(map(arguments.at_call, args)), {name: arguments.at_call(x) for name, x in kwargs.items()}
+        launch = functools.partial(self._launch, functools.partial(self._names, *on_cuda))
         try:
-            self._host_code.call(self._launch, *on_cuda[0], **on_cuda[1])
+            self._host_code.call(launch, *on_cuda[0], **on_cuda[1])
         except ValueError as error:  # of the host code, which checks arguments before it launches
             if "expected device_type=cpu" not in str(error):
                 raise
-            self._host_code.call(self._launch, *args, **kwargs)  # it was compiled with CPU tensors
+            self._host_code.call(launch, *args, **kwargs)  # it was compiled with CPU tensors
 
     @property
     def entry(self) -> Any:
         """The compiled function."""
         return self._host_code.entry
 
-    def _launch(self, launch: host.Launch) -> None:
-        """Runs one launch. The host code calls it."""
+    def _names(self, args: tuple, kwargs: dict[str, Any]) -> Iterator[tuple[str, int]]:
+        """Yields (name, address) of a call's arguments."""
+        signature = getattr(getattr(self.entry, "execution_args", None), "signature", None)  # that of the DSL
+        names = list(signature.parameters) if signature else []
+        unnamed = range(len(names), len(args))  # tuples whose fields have names need none
+        names += ["" if hasattr(args[i], "_fields") else f"argument {i}" for i in unnamed]
+        for name, argument in [*zip(names, args, strict=False), *kwargs.items()]:
+            yield from arguments.addresses(name, argument)
+
+    def _launch(self, names: Callable[[], Iterator[tuple[str, int]]], launch: host.Launch) -> None:
+        """Runs one launch. The host code calls it. names: see `_names`"""
         program = self._program(launch.kernel)
         parameters = launch.parameters(program.entry.parameters.values())
-        run(program, launch, parameters, self.gpu, self.name)
+        run(program, launch, parameters, self.gpu, self.name, names)
 
     def _program(self, kernel: str) -> decode.Program:
         """The program of an entry, decoded when it is first launched."""
@@ -146,10 +156,17 @@ class Kernel:
         return self._programs[kernel]
 
 
-def run(program: decode.Program, launch: Any, parameters: bytes, gpu: Any, name: str = "") -> None:
+def run(
+    program: decode.Program,
+    launch: Any,
+    parameters: bytes,
+    gpu: Any,
+    name: str = "",
+    names_of_arguments: Callable[[], Iterable[tuple[str, int]]] = tuple,  # (name, address) of each
+) -> None:
     """Runs a launch with the settings of `record`, and adds it to the report."""
     report = _report.get() or Report("at_once", 0, "outside of emulator.record")
-    memory = GlobalMemory(host_regions)
+    memory = GlobalMemory(host_regions, names_of_arguments)
     begin = time.perf_counter()
     report.checks.launch = _circumstances(program, launch, gpu, name, report)
     try:

@@ -83,8 +83,10 @@ class DependentLaunch:
         """found: gets the faults, and raises most of them"""
         self.running, self._found = running, found
 
-    def check(self, addresses: np.ndarray, size: int, clocks: Any, warp: int, verb: str) -> None:
-        """Reports that a warp accesses what an earlier launch may still write. verb: for the message."""
+    def check(
+        self, addresses: np.ndarray, size: int, clocks: Any, warp: int, verb: str, name: Callable[[], str]
+    ) -> None:
+        """Reports that a warp accesses what an earlier launch may still write. verb, name: for the message"""
         # ".wait modifier causes the executing thread to wait until all prerequisite grids in flight have completed and
         # all the memory operations from the prerequisite grids are performed and made visible to the current grid."
         component = clocks.components.get(WAITED)
@@ -97,6 +99,7 @@ class DependentLaunch:
                         "launch-race",
                         f"a thread {verb} global memory that an earlier launch, {launch.name}, may still write; it has "
                         "not executed griddepcontrol.wait, and no barrier puts it after a thread that has",
+                        tensor=name(),
                         second=launch.events.place(event),
                         second_is="the write",
                     )

@@ -59,7 +59,7 @@ class GlobalRaces:
     def read(self, tensor: tuple[int, int], addresses: np.ndarray, size: int, which: Any = slice(None)) -> None:
         """Threads read `size` bytes at addresses; those that `which` selects are in the tensor."""
         meaning = semantics(self.races.grid.opcode)
-        self._check_launch(addresses[which], size, "reads")
+        self._check_launch(tensor, addresses[which], size, "reads")
         if meaning.is_strong:
             self._synchronize(addresses, meaning)
             if meaning.writes:
@@ -70,17 +70,18 @@ class GlobalRaces:
     def write(self, tensor: tuple[int, int], addresses: np.ndarray, size: int, which: Any = slice(None)) -> None:
         """Threads write `size` bytes at addresses; those that `which` selects are in the tensor."""
         meaning = semantics(self.races.grid.opcode)
-        self._check_launch(addresses[which], size, "writes")
+        self._check_launch(tensor, addresses[which], size, "writes")
         if meaning.is_strong:
             self._synchronize(addresses, meaning, is_store=True)
         self._record(tensor, addresses, size, which)
 
-    def _check_launch(self, addresses: np.ndarray, size: int, verb: str) -> None:
+    def _check_launch(self, tensor: tuple[int, int], addresses: np.ndarray, size: int, verb: str) -> None:
         """Reports an access of what an earlier launch may still write."""
         if self.dependent.running:
-            lanes = self.races.grid.executing
+            lanes, memory = self.races.grid.executing, self.races.grid.memory
+            name = functools.partial(memory.name_of, *tensor)
             for warp in self.races.warps(lanes).tolist():
-                self.dependent.check(addresses, size, lanes.cta.cluster.clocks, warp, verb)
+                self.dependent.check(addresses, size, lanes.cta.cluster.clocks, warp, verb, name)
 
     def _shadow(self, tensor: tuple[int, int]) -> Shadow:
         shadow = self.shadows.get(tensor)
@@ -182,14 +183,14 @@ class GlobalRaces:
     def write_later(self, tensor: tuple[int, int], addresses: np.ndarray, size: int, issuer: tuple, epoch: int) -> None:
         """A bulk store writes rows of `size` bytes. `issuer` is (clocks, component)."""
         clocks, component = issuer
-        self._check_launch(addresses, size, "writes")
+        self._check_launch(tensor, addresses, size, "writes")
         shadow, granules = self._rows(tensor, addresses, size)
         place = self.races.grid.place()
         shadow.writes[granules] = self.events.add(clocks, [component], epoch, True, place)[0]
 
     def read_later(self, tensor: tuple[int, int], addresses: np.ndarray, size: int, clocks: Clocks, warp: int) -> None:
         """A bulk load reads rows of `size` bytes."""
-        self._check_launch(addresses, size, "reads")
+        self._check_launch(tensor, addresses, size, "reads")
         if tensor not in self.shadows:
             return
         shadow, granules = self._rows(tensor, addresses, size)
@@ -211,6 +212,7 @@ class GlobalRaces:
                     "proxy-fence",
                     f"the async proxy reads {self._where(tensor, int(granules[i]) * shadow.granule)}, and no "
                     "fence.proxy.async is between this and the write of it by a thread",
+                    tensor=self.races.grid.memory.name_of(*tensor),
                     second=self.events.place(found[i]),
                     second_is="the write",
                 )
@@ -251,6 +253,7 @@ class GlobalRaces:
                 "global-race",
                 f"{who} {self._where(tensor, offset)}, and {missing}",
                 advice=advice,
+                tensor=self.races.grid.memory.name_of(*tensor),
                 second=self.events.place(event),
                 second_is="the write",
             )

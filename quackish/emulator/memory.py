@@ -3,7 +3,7 @@
 import bisect
 import ctypes
 import gc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -33,8 +33,9 @@ class GlobalMemory:
     `find_regions(0)`, (1) and (2) look for more.
     """
 
-    def __init__(self, find_regions):
-        self._find_regions = find_regions
+    def __init__(self, find_regions: Callable, find_names: Callable[[], Iterable[tuple[str, int]]] = tuple):
+        """find_names: returns (name, address) of the launch's arguments"""
+        self._find_regions, self._find_names = find_regions, find_names
         self.bytes_read = self.bytes_written = 0
         self.races: Any = None  # global_races.GlobalRaces: told of the accesses that instructions make here
         self._set(find_regions(None))
@@ -57,9 +58,11 @@ class GlobalMemory:
                 self._set(self._find_regions(generation))
                 found = self._lookup(low, high)
         if found < 0:
+            where, tensor = self._nearest(low)
             raise Fault(
                 "out-of-bounds",
-                f"access of global memory at [{low:#x}, {high:#x}), outside every tensor{self._nearest(low)}",
+                f"access of global memory at [{low:#x}, {high:#x}), outside every tensor{where}",
+                tensor=tensor,
             )
         return found
 
@@ -68,18 +71,23 @@ class GlobalMemory:
         found = bisect.bisect_right(self._bases, low) - 1
         return found if found >= 0 and high <= self._ends[found] else -1
 
-    def _nearest(self, address: int) -> str:
-        """Where the nearest tensor is, for the message of a Fault."""
+    def name_of(self, base: int, size: int) -> str:
+        """The names of the arguments in a region, as far as they are known."""
+        return ", ".join(name for name, address in self._find_names() if base <= address < base + size)
+
+    def _nearest(self, address: int) -> tuple[str, str]:
+        """Where the nearest tensor is, and its name, for a Fault."""
         if not self._bases:
-            return ": no tensor is known"
+            return ": no tensor is known", ""
         nearest = min(
             range(len(self._bases)),
             key=lambda i: max(self._bases[i] - address, address - self._ends[i] + 1, 0),
         )
         base, end = self._bases[nearest], self._ends[nearest]
+        where = f", at byte {address - base} of the nearest one, which has {end - base} bytes"
         if address < base:
-            return f", {base - address} bytes before the nearest one of {end - base} bytes"
-        return f", at byte {address - base} of the nearest one, which has {end - base} bytes"
+            where = f", {base - address} bytes before the nearest one of {end - base} bytes"
+        return where, self.name_of(base, end - base)
 
     def _tensor(self, region: int) -> tuple[int, int]:
         """Returns (address, bytes) of a region."""

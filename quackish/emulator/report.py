@@ -1,6 +1,7 @@
 """What launches did, in numbers, and what was found."""
 
 import dataclasses
+import json
 from typing import Any
 
 from quackish.emulator.dependent_launches import Ended
@@ -39,6 +40,18 @@ class Report:
     launches: list[LaunchReport] = dataclasses.field(default_factory=list)
     before: Ended | None = None  # the latest launch
     checks: Findings = dataclasses.field(default_factory=Findings)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report in lists and dictionaries, for JSON."""
+        return {
+            "completion": self.completion,
+            "seed": self.seed,
+            "launches": [dataclasses.asdict(launch) for launch in self.launches],
+            "findings": [dataclasses.asdict(finding) for finding in self.findings],
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(self.as_dict(), indent=1, default=str)
 
     @property
     def findings(self) -> list[Fault]:
