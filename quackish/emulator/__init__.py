@@ -28,6 +28,7 @@ from quackish.emulator.gpu import Gpu, can_run, find
 from quackish.emulator.grid import Grid
 from quackish.emulator.host import Exported, export
 from quackish.emulator.memory import GlobalMemory, host_regions
+from quackish.emulator.profile import LineCounts, Trace
 from quackish.emulator.report import LaunchReport, Report
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "Gpu",
     "Kernel",
     "LaunchReport",
+    "LineCounts",
     "Place",
     "PtxError",
     "Report",
@@ -65,6 +67,8 @@ def record(
     how_to_repeat: str = "",
     suppress: Iterable[tuple[str, str]] = (),
     all_races: bool = False,
+    profile: bool = False,
+    trace: tuple[tuple[int, int, int], int] | None = None,
 ) -> Iterator[Report]:
     """Sets how this thread's launches run inside the block, and yields a report of what they did.
 
@@ -74,13 +78,18 @@ def record(
     suppress: (rule, place) of findings to ignore, such as ("shared-race", "softmax.py:24"). A place without a line is
         all of a file. It matches either instruction of a race, because their order may depend on the seed.
     all_races: races do not raise. The report's `findings` lists them, and the run goes on.
+    profile: launches have counts for each source line and opcode: instructions, bytes, bank conflicts
+    trace: (CTA, warp), such as ((0, 0, 0), 3). The report's `trace` lists the instructions of this warp.
     """
     if completion not in COMPLETIONS:
         raise ValueError(
             f"emulator.record: completion is {completion!r}; expected one of {', '.join(map(repr, COMPLETIONS))}"
         )
     how_to_repeat = how_to_repeat or f"with emulator.record(completion={completion!r}, seed={seed!r})"
-    report = Report(completion, seed, how_to_repeat, checks=Findings(suppress, all_races))
+    tracer = None if trace is None else Trace(*trace)
+    report = Report(
+        completion, seed, how_to_repeat, checks=Findings(suppress, all_races), profile=profile, tracer=tracer
+    )
     token = _report.set(report)
     try:
         yield report
@@ -173,8 +182,9 @@ def run(
         if report.before and report.before.has_been_overwritten(host_regions(None), memory.bytes_at):
             report.before = None  # an operation that is not a launch came after it
         grid = Grid(
-            program, launch, parameters, gpu, memory, report.completion, report.seed, report.before, report.checks
-        )
+            program, launch, parameters, gpu, memory, report.completion, report.seed,
+            before=report.before, findings=report.checks, profile=report.profile, trace=report.tracer,
+        )  # fmt: skip
         grid.run()
         _check_order(launch, grid, report)
     except Fault as fault:  # it says where in the kernel it is, so the emulator's own frames would only distract
@@ -198,6 +208,7 @@ def run(
             tensor_memory_columns=grid.tensor_memory_columns,
             instructions=grid.num_instructions,
             seconds=time.perf_counter() - begin,
+            profile=grid.profile.lines() if grid.profile else None,
         )
     )
 

@@ -19,7 +19,9 @@ from quackish.emulator.errors import Fault, Place
 from quackish.emulator.findings import Findings
 from quackish.emulator.global_races import GlobalRaces
 from quackish.emulator.memory import GlobalMemory
-from quackish.emulator.races import Races
+from quackish.emulator.profile import CountedGlobalRaces, CountedSharedRaces, Profile, Trace
+from quackish.emulator.ptx import Instruction
+from quackish.emulator.races import Races, SharedRaces
 from quackish.emulator.threads import (
     VIEW_OF_TYPE,
     WARP,
@@ -72,6 +74,8 @@ class Grid:
         seed: Any = 0,
         before: Ended | None = None,  # the launch before
         findings: Findings | None = None,  # by default the first finding is raised
+        profile: bool = False,
+        trace: Trace | None = None,
     ):
         self.program, self.parameters, self.gpu, self.memory = program, parameters, gpu, memory
         self.dimensions, self.block, self.cluster_dimensions = launch.grid, launch.block, launch.cluster
@@ -83,9 +87,12 @@ class Grid:
         self.seed = seed
         self.completion = Completion(completion, self.draw, self.place)
         self.findings = findings or Findings()
+        self.profile, self.trace = Profile(self) if profile else None, trace
         self.races = Races(self)
         earlier = running(before, getattr(launch, "programmatic", False))
-        memory.races = GlobalRaces(self.races, DependentLaunch(earlier, self.found))
+        self.shared_races = CountedSharedRaces if profile else SharedRaces
+        global_races = CountedGlobalRaces if profile else GlobalRaces
+        memory.races = global_races(self.races, DependentLaunch(earlier, self.found))
         self._running: tuple[Any, ...] = ()
         self.executing: Lanes  # the threads that execute the instruction, without those whose predicate is false
         self.has_slow = self.draw.random() < SLOW_CHANCE
@@ -227,6 +234,8 @@ class Grid:
             return False
         for cta in cluster.ctas:
             self.ctas_on_sm[cta.sm] -= 1
+            if self.profile is not None:
+                self.profile.retire(cta)
         return True
 
     def _slow_down(self, cluster: Cluster) -> None:
@@ -339,6 +348,8 @@ class Grid:
             current = self.program.blocks[block]
             cta.block = block
             cta.executed[block].append(mask)
+            if self.trace is not None:
+                self.trace.add(cta, block, mask)
             count += 1
             self.num_instructions += warps * current.size
             steps = iter(current.steps)
@@ -396,10 +407,15 @@ class Grid:
         return lambda: place_of(lanes, block, step, count)
 
     @property
+    def instruction(self) -> Instruction:
+        """The instruction that executes now."""
+        _, _, block, steps = self._running
+        return self.program.blocks[block].instructions[self._index(block, steps)]
+
+    @property
     def opcode(self) -> str:
         """The opcode of the instruction that executes now."""
-        _, _, block, steps = self._running
-        return self.program.blocks[block].instructions[self._index(block, steps)].opcode
+        return self.instruction.opcode
 
     def _index(self, block: int, steps: Any) -> int:
         """The index in its block of the instruction that executes now."""

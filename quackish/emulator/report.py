@@ -5,8 +5,9 @@ import json
 from typing import Any
 
 from quackish.emulator.dependent_launches import Ended
-from quackish.emulator.errors import Fault
+from quackish.emulator.errors import Fault, Place
 from quackish.emulator.findings import Findings
+from quackish.emulator.profile import LineCounts, Trace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +29,7 @@ class LaunchReport:
     tensor_memory_columns: int  # the most that a CTA had allocated at once
     instructions: int  # counted once per warp. Where threads poll, the number depends on the seed.
     seconds: float
+    profile: list[LineCounts] | None = None  # with emulator.record(profile=True)
 
 
 @dataclasses.dataclass
@@ -40,6 +42,13 @@ class Report:
     launches: list[LaunchReport] = dataclasses.field(default_factory=list)
     before: Ended | None = None  # the latest launch
     checks: Findings = dataclasses.field(default_factory=Findings)
+    profile: bool = False
+    tracer: Trace | None = None
+
+    @property
+    def trace(self) -> list[Place]:
+        """The instructions of the warp that emulator.record(trace=(cta, warp)) names, in all launches."""
+        return self.tracer.places if self.tracer else []
 
     def as_dict(self) -> dict[str, Any]:
         """The report in lists and dictionaries, for JSON."""
@@ -48,6 +57,7 @@ class Report:
             "seed": self.seed,
             "launches": [dataclasses.asdict(launch) for launch in self.launches],
             "findings": [dataclasses.asdict(finding) for finding in self.findings],
+            "trace": [dataclasses.asdict(place) for place in self.trace],
         }
 
     def to_json(self) -> str:

@@ -9,7 +9,6 @@ import numpy as np
 
 from quackish.emulator.errors import Place
 from quackish.emulator.memory import POISON, LocalMemory, SharedMemory
-from quackish.emulator.races import SharedRaces
 from quackish.emulator.register_pool import RegisterPool, registers_at_launch
 from quackish.emulator.tensor_races import TensorRaces
 from quackish.emulator.wgmma_registers import WgmmaRegisters
@@ -208,7 +207,7 @@ class Cta:
         self.register_pool = RegisterPool(self, registers_at_launch(directives, self.num_threads, grid.gpu))
         self.shared = SharedMemory(grid.shared_bytes)
         self.local = LocalMemory(self.num_threads, grid.program.local_bytes)
-        self.shared.races = SharedRaces(grid.races, self)
+        self.shared.races = grid.shared_races(grid.races, self)
         self.tensor_races = TensorRaces(grid.races, self)
         self.wgmma_registers = WgmmaRegisters(self.num_warps, grid.found)
         self.special = special_registers(grid, cluster, rank, index)
