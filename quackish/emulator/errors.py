@@ -66,7 +66,8 @@ class Fault(RuntimeError):
 
     rule: a name in the table of rules, which also gives the severity. Only faults are raised: `Report.findings` has
         what is "formal" or a "note", and what `emulator.record` collects or is told not to raise.
-    place: the instruction that did it. `file`, `line`, `ptx_line`, `cta` and `warps` are fields of it.
+    place: the instruction that did it. `file`, `line`, `ptx_line`, `cta` and `warps` are fields of it, or of
+        `issued_by`, if asynchronous work did it while no instruction was executing.
     second: another instruction, with which it conflicts
 
     `dataclasses.asdict` makes a dictionary for JSON.
@@ -88,24 +89,28 @@ class Fault(RuntimeError):
         self.severity = RULES[self.rule].severity
 
     @property
+    def _at(self) -> Place | None:
+        return self.place or self.issued_by
+
+    @property
     def file(self) -> str:
-        return self.place.file if self.place else ""
+        return self._at.file if self._at else ""
 
     @property
     def line(self) -> int:
-        return self.place.line if self.place else 0
+        return self._at.line if self._at else 0
 
     @property
     def ptx_line(self) -> int:
-        return self.place.ptx_line if self.place else 0
+        return self._at.ptx_line if self._at else 0
 
     @property
     def cta(self) -> tuple[int, int, int] | None:
-        return self.place.cta if self.place else None
+        return self._at.cta if self._at else None
 
     @property
     def warps(self) -> tuple[int, ...]:
-        return self.place.warps if self.place else ()
+        return self._at.warps if self._at else ()
 
     def __str__(self) -> str:
         severity = "" if self.severity == FAULT else f"{self.severity}: "

@@ -41,9 +41,10 @@ class Report:
     how_to_repeat: str = ""
     launches: list[LaunchReport] = dataclasses.field(default_factory=list)
     before: Ended | None = None  # the latest launch
-    checks: Findings = dataclasses.field(default_factory=Findings)
+    # What `emulator.record` was asked for
+    checks: Findings = dataclasses.field(default_factory=Findings, repr=False)
     profile: bool = False
-    tracer: Trace | None = None
+    tracer: Trace | None = dataclasses.field(default=None, repr=False)
 
     @property
     def trace(self) -> list[Place]:

@@ -111,6 +111,35 @@ def test_lines_sum_up_to_the_launch(call, completion):
                 assert row.shared_bytes_read == row.instructions // 4 * 32 * (64 + int(shape[1]))
 
 
+ATOMIC = """
+mov.u32 %t, %tid.x; mov.u32 %s, buffer; setp.eq.u32 %p, %t, 0; mad.wide.u32 %o, %t, 4, %x;
+red.global.add.u32 [%o], 1;
+atom.global.cas.b32 %v, [%o], 1, 2;
+@!%p bra END;
+st.shared.v4.u32 [%s], {%t, %t, %t, %t}; fence.proxy.async.shared::cta;
+cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%x+256], [%s], 16;
+cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;
+END:
+"""
+
+
+def test_bytes_of_atomic_operations():
+    """They read and write. atom.cas does not count."""
+    report = record(kernel(ATOMIC, "x", REGISTERS, HEAD), np.zeros(128, np.uint32), block=(64, 1, 1), profile=True)
+    (launch,) = report.launches
+    read = {row.opcode: row.global_bytes_read for row in launch.profile if row.global_bytes_read}
+    written = {row.opcode: row.global_bytes_written for row in launch.profile if row.global_bytes_written}
+    assert (
+        read
+        == written
+        == {
+            "red.global.add.u32": 256,
+            "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32": 16,
+        }
+    )
+    assert launch.bytes_read == launch.bytes_written == 272
+
+
 def test_the_trace_of_a_warp():
     report = run(trace=((1, 0, 0), 1))
     lines = [place.line for place in report.trace if place.line >= 10]
