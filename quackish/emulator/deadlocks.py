@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from quackish.emulator.errors import Fault
-from quackish.emulator.threads import WARP, WARP_MASK, Cta, place_of, warp_masks
+from quackish.emulator.threads import WARP, Cta, place_of, warp_masks, whole_warps
 
 _MOST_GROUPS = 24  # in a message
 _MOST_CTAS = 4  # that a line names
@@ -88,23 +88,39 @@ def _absent_lanes(ctas: list[Cta]) -> Fault | None:
             if len(here) < 2 or sum(here.values()) != cta.live & warp:
                 continue
             for block, mask in here.items():
-                opcode = cta.grid.program.blocks[block].instructions[0].opcode
-                if opcode.startswith(_WITH_MEMBERS):
-                    other, elsewhere = next(item for item in here.items() if item[0] != block)
-                    lanes, first = cta.lanes(mask), (warp & -warp).bit_length() - 1
-                    number, absent = first // WARP, (cta.live & warp & ~mask) >> first & WARP_MASK
-                    return Fault(
-                        "absent-lanes",
-                        f"{lanes.describe()} alone come to {opcode}, whose member mask also names lanes {absent:#x} of "
-                        f"warp {number}, which wait elsewhere",
-                        advice="execute it where the whole warp comes, in front of a branch that depends on the lane; "
-                        "cute.arch.warp_idx() is such an instruction",
-                        second=place_of(cta.lanes(elsewhere), other, 0),
-                        second_is="the other instruction",
-                        place=place_of(lanes, block, 0),
-                    )
+                if missing := _members(cta, block, mask) & warp & ~mask:
+                    other, elsewhere = next(item for item in here.items() if item[1] & missing)
+                    return _of_absent_lanes(cta, (block, mask), (other, elsewhere), missing)
     return None
 
 
+def _members(cta: Cta, block: int, mask: int) -> int:
+    """The live threads that the first instruction of a block names in its member mask; 0 if it has none."""
+    current = cta.grid.program.blocks[block]
+    if not current.instructions[0].opcode.startswith(_WITH_MEMBERS):
+        return 0
+    if current.members is None:  # the constant of all lanes
+        return whole_warps(mask) & cta.live
+    lanes = cta.lanes(mask)
+    (warp,) = lanes.warps()
+    return int(lanes.active(current.members(lanes))[0]) << WARP * warp & cta.live
+
+
+def _of_absent_lanes(cta: Cta, here: tuple[int, int], elsewhere: tuple[int, int], missing: int) -> Fault:
+    """The Fault about threads at a block, and others of its member mask at another one. here: (block, threads)"""
+    lanes = cta.lanes(here[1])
+    opcode = cta.grid.program.blocks[here[0]].instructions[0].opcode
+    such = "; cute.arch.warp_idx() is such an instruction" if opcode == "shfl.sync.idx.b32" else ""
+    return Fault(
+        "absent-lanes",
+        f"{lanes.describe()} alone come to {opcode}, whose member mask also names {cta.lanes(missing).describe()}, "
+        "which wait elsewhere",
+        advice=f"execute it where all of these lanes come, not behind a branch that depends on the lane{such}",
+        second=place_of(cta.lanes(elsewhere[1]), elsewhere[0], 0),
+        second_is="the other instruction",
+        place=place_of(lanes, here[0], 0),
+    )
+
+
 # Instructions with a member mask
-_WITH_MEMBERS = ("shfl.sync", "vote.sync", "redux.sync", "elect.sync", "bar.warp.sync", "match.")
+_WITH_MEMBERS = ("shfl.sync", "vote.sync", "redux.sync", "elect.sync", "bar.warp.sync")

@@ -18,7 +18,7 @@ class Place:
     rank: int | None  # of the CTA in its cluster; None in clusters of one
     warps: tuple[int, ...]
     threads: str  # such as "lanes 0x1 of warp 3"
-    execution: int  # how often the first of the warps has executed it, this time included
+    execution: int  # how often the first of the warps has executed it, this time included; 0 if it only waits there
 
     def __str__(self) -> str:
         rank = "" if self.rank is None else f", rank {self.rank} of its cluster"

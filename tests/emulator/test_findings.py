@@ -200,14 +200,17 @@ bar.sync 0;
 """
 
 
-@pytest.mark.parametrize("members, named", [("-1", "0xfffffffe"), ("%b", "0xfffffffe")])
+@pytest.mark.parametrize("members, named", [("-1", "0xfffffffe"), ("%b", "0x2")])
 def test_a_shuffle_by_the_first_lane_alone(members, named):
     """As `cute.arch.warp_idx()` inside `if lane == 0`."""
-    shfl = f"mov.u32 %b, -1; shfl.sync.idx.b32 %a, %t, 0, 31, {members};"
+    shfl = f"mov.u32 %b, 3; shfl.sync.idx.b32 %a, %t, 0, 31, {members};"
     fault = fault_of(SHFL.format(shfl=shfl), threads=32)
     assert (fault.rule, fault.line, fault.second.line) == ("absent-lanes", 31, 32)
-    assert fault.message.startswith("lanes 0x1 of warp 0 alone come to shfl.sync.idx.b32, whose member mask also names")
-    assert named in fault.message
+    assert fault.message == (
+        f"lanes 0x1 of warp 0 alone come to shfl.sync.idx.b32, whose member mask also names lanes {named} of warp 0, "
+        "which wait elsewhere"
+    )
+    assert "warp_idx() is such an instruction" in fault.advice
     run(SHFL.format(shfl="shfl.sync.idx.b32 %a, %t, 0, 31, 1;"), threads=32)
 
 
