@@ -155,6 +155,15 @@ def test_all_races_of_a_run():
         assert len(findings) <= 2
 
 
+def test_a_report_as_json():
+    report = run(RACES, all_races=True, profile=True, trace=((0, 0, 0), 1))
+    read = json.loads(report.to_json())
+    lines = [(finding["rule"], finding["place"]["line"]) for finding in read["findings"]]
+    assert lines == [(finding.rule, finding.line) for finding in report.findings]
+    assert read["launches"][0]["profile"][-1]["file"] == "kernels/toy.py"
+    assert [place["ptx_line"] for place in read["trace"]] == [place.ptx_line for place in report.trace]
+
+
 def test_a_suppressed_race():
     """At either of its instructions, whatever the seed."""
     for seed in range(3):
