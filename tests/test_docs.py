@@ -61,7 +61,8 @@ def names() -> dict:
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
     return dict(
         torch=torch, F=F, quackish=quackish, x=torch.randn(m, h), res=torch.randn(m, h), weight=torch.ones(h),
-        hidden=hidden, head=head, target=target, model=model, self=model,
+        hidden=hidden, head=head, target=target, model=model, self=model, teacher_hidden=torch.randn(m, 2 * h),
+        teacher_head=torch.nn.Linear(2 * h, v, bias=False).requires_grad_(False),
     )  # fmt: skip
 
 

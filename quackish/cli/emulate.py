@@ -3,6 +3,7 @@
     quackish emulate rms_norm 64x256 --gpu b200
     quackish emulate linear_cross_entropy 70x64x300 --schedule recompute --seed 3
     quackish emulate linear_cross_entropy 70x64x300 --gpu b200
+    quackish emulate rms_norm 64x256 --json
     quackish emulate --gpu b200 script.py --its-own-options
 
 The last form runs a program that is written for a GPU, unchanged; `quackish emulate --help script.py` describes it. The
@@ -16,8 +17,10 @@ The emulator is slow: choose shapes of some hundred rows and columns. It needs n
 """
 
 import argparse
+import dataclasses
+import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import quackish
 from quackish.cli import call_arguments
@@ -26,7 +29,7 @@ from quackish.errors import UnsupportedError
 from quackish.gpu import NAMED
 from quackish.ops.shared.argument_types import one_of
 from quackish.ops.shared.for_tools import Operation, in_fp64, operations
-from quackish.text import fill, table_of, text_table
+from quackish.text import fill, table_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--completion", choices=_COMPLETIONS, default="late", help=completion_help)
     seed_help = "of the order in which warps and CTAs take turns (0)"
     parser.add_argument("--seed", type=int, default=0, metavar="N", help=seed_help)
+    parser.add_argument("--json", action="store_true", help="print JSON: results and launches, or the fault")
 
 
 def begin(args: argparse.Namespace) -> None:
@@ -66,31 +70,43 @@ def run(args: argparse.Namespace) -> int:
     except (UnsupportedError, ToolMissing) as why:
         raise CommandError(str(why)) from None
     except Fault as fault:
-        print(fault)
+        print(json.dumps({"fault": dataclasses.asdict(fault)}, indent=1) if args.json else fault)
         return 1
     rows = _compared(op, results, op.call(in_fp64(call_args), "reference"))
+    if args.json:
+        print(json.dumps({"results": rows, **report.as_dict()}, indent=1))
+    else:
+        _print(args, rows, report)
+    return int(not all(row["ok"] for row in rows))
+
+
+def _print(args: argparse.Namespace, rows: list[dict[str, Any]], report: Any) -> None:
+    """Prints a table of the results and one of the launches."""
     how = f"completion {args.completion}, seed {args.seed}"
     print(fill(f"{args.op} {args.shape} on an emulated {args.gpu}, {how}", indent="  ") + "\n")
-    print(text_table(("result", "dtype", "error", "bound", ""), rows, "llrrl"))
+    print(table_of(rows, {"result": "", "dtype": "", "error": ".1e", "bound": ".0e", "ok": _verdict}))
     print()
     launches: list[str | dict[str, int]] = []
     for launch in report.launches:
         launches += [fill(f"{launch.kernel}, grid {_triple(launch.grid)}, cluster {_triple(launch.cluster)}")]
         launches += [{title: getattr(launch, field) for title, field in _COLUMNS.items()}]
     print(table_of(launches, dict.fromkeys(_COLUMNS, "d")))
-    return int(any(row[-1] for row in rows))
 
 
-def _compared(op: Operation, results: Mapping[str, "Tensor"], truth: Mapping[str, "Tensor"]) -> list[tuple[str, ...]]:
-    """For each result its norm-wise error and bound; the last cell is empty if it is right."""
+def _compared(op: Operation, results: Mapping[str, "Tensor"], truth: Mapping[str, "Tensor"]) -> list[dict[str, Any]]:
+    """For each result its norm-wise error, its bound, and whether it is right."""
     from quackish.testing.errors import error
 
-    rows: list[tuple[str, ...]] = []
+    rows: list[dict[str, Any]] = []
     for name, got in results.items():
         off, bound = error(got.double(), truth[name].double()).norm, op.bound_of(name)
-        verdict = "" if off <= bound else "WRONG"
-        rows.append((name, str(got.dtype).removeprefix("torch."), f"{off:.1e}", f"{bound:.0e}", verdict))
+        dtype = str(got.dtype).removeprefix("torch.")
+        rows.append({"result": name, "dtype": dtype, "error": off, "bound": bound, "ok": off <= bound})
     return rows
+
+
+def _verdict(ok: bool) -> str:
+    return "ok" if ok else "WRONG"
 
 
 def _triple(sizes: tuple[int, int, int]) -> str:
@@ -101,10 +117,10 @@ def _triple(sizes: tuple[int, int, int]) -> str:
 # Headings, and the fields of a LaunchReport below them.
 _COLUMNS = {
     "MMAs": "mmas",
-    "read": "bytes_read",
-    "written": "bytes_written",
-    "phases": "barrier_phases",
-    "shared": "shared_bytes",
-    "tensor": "tensor_memory_columns",
-    "instructions": "instructions",
+    "bytes read": "bytes_read",
+    "bytes written": "bytes_written",
+    "barrier phases": "barrier_phases",
+    "shared bytes": "shared_bytes",
+    "tensor columns": "tensor_memory_columns",
+    "warp instructions": "instructions",
 }

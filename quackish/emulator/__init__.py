@@ -14,7 +14,7 @@ import contextlib
 import contextvars
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,19 +22,24 @@ import torch
 from quackish.emulator import arguments, decode, dsl, host, ptx, scripts, torch_cuda
 from quackish.emulator.completion import COMPLETIONS
 from quackish.emulator.dependent_launches import Ended
-from quackish.emulator.errors import Fault, PtxError, ToolMissing
+from quackish.emulator.errors import Circumstances, Fault, Place, PtxError, ToolMissing
+from quackish.emulator.findings import Findings
 from quackish.emulator.gpu import Gpu, can_run, find
 from quackish.emulator.grid import Grid
 from quackish.emulator.host import Exported, export
 from quackish.emulator.memory import GlobalMemory, host_regions
+from quackish.emulator.profile import LineCounts, Trace
 from quackish.emulator.report import LaunchReport, Report
 
 __all__ = [
+    "Circumstances",
     "Exported",
     "Fault",
     "Gpu",
     "Kernel",
     "LaunchReport",
+    "LineCounts",
+    "Place",
     "PtxError",
     "Report",
     "ToolMissing",
@@ -56,19 +61,35 @@ _report: contextvars.ContextVar[Report | None] = contextvars.ContextVar("report"
 
 
 @contextlib.contextmanager
-def record(completion: str = "at_once", seed: Any = 0, how_to_repeat: str = "") -> Iterator[Report]:
+def record(
+    completion: str = "at_once",
+    seed: Any = 0,
+    how_to_repeat: str = "",
+    suppress: Iterable[tuple[str, str]] = (),
+    all_races: bool = False,
+    profile: bool = False,
+    trace: tuple[tuple[int, int, int], int] | None = None,
+) -> Iterator[Report]:
     """Sets how this thread's launches run inside the block, and yields a report of what they did.
 
     completion: when asynchronous work happens: "at_once", or "late", as late as a wait permits
     seed: gives the order in which warps and CTAs take turns. The same seed repeats a run exactly.
     how_to_repeat: code or a command that repeats the block; faults show it
+    suppress: (rule, place) of findings to ignore, such as ("shared-race", "softmax.py:24"). A place without a line is
+        all of a file. It matches either instruction of a race, because their order may depend on the seed.
+    all_races: races do not raise. The report's `findings` lists them, and the run goes on.
+    profile: launches have counts for each source line and opcode: instructions, bytes, bank conflicts
+    trace: (CTA, warp), such as ((0, 0, 0), 3). The report's `trace` lists the instructions of this warp.
     """
     if completion not in COMPLETIONS:
         raise ValueError(
             f"emulator.record: completion is {completion!r}; expected one of {', '.join(map(repr, COMPLETIONS))}"
         )
     how_to_repeat = how_to_repeat or f"with emulator.record(completion={completion!r}, seed={seed!r})"
-    report = Report(completion, seed, how_to_repeat)
+    tracer = None if trace is None else Trace(*trace)
+    report = Report(
+        completion, seed, how_to_repeat, checks=Findings(suppress, all_races), profile=profile, tracer=tracer
+    )
     token = _report.set(report)
     try:
         yield report
@@ -103,23 +124,33 @@ class Kernel:
 
     def _call(self, *args: Any, **kwargs: Any) -> None:
         on_cuda = tuple(map(arguments.at_call, args)), {name: arguments.at_call(x) for name, x in kwargs.items()}
+        launch = functools.partial(self._launch, functools.partial(self._names, *on_cuda))
         try:
-            self._host_code.call(self._launch, *on_cuda[0], **on_cuda[1])
+            self._host_code.call(launch, *on_cuda[0], **on_cuda[1])
         except ValueError as error:  # of the host code, which checks arguments before it launches
             if "expected device_type=cpu" not in str(error):
                 raise
-            self._host_code.call(self._launch, *args, **kwargs)  # it was compiled with CPU tensors
+            self._host_code.call(launch, *args, **kwargs)  # it was compiled with CPU tensors
 
     @property
     def entry(self) -> Any:
         """The compiled function."""
         return self._host_code.entry
 
-    def _launch(self, launch: host.Launch) -> None:
-        """Runs one launch. The host code calls it."""
+    def _names(self, args: tuple, kwargs: dict[str, Any]) -> Iterator[tuple[str, int]]:
+        """Yields (name, address) of a call's arguments."""
+        signature = getattr(getattr(self.entry, "execution_args", None), "signature", None)  # that of the DSL
+        names = list(signature.parameters) if signature else []
+        unnamed = range(len(names), len(args))  # tuples whose fields have names need none
+        names += ["" if hasattr(args[i], "_fields") else f"argument {i}" for i in unnamed]
+        for name, argument in [*zip(names, args, strict=False), *kwargs.items()]:
+            yield from arguments.addresses(name, argument)
+
+    def _launch(self, names: Callable[[], Iterator[tuple[str, int]]], launch: host.Launch) -> None:
+        """Runs one launch. The host code calls it. names: see `_names`"""
         program = self._program(launch.kernel)
         parameters = launch.parameters(program.entry.parameters.values())
-        run(program, launch, parameters, self.gpu, self.name)
+        run(program, launch, parameters, self.gpu, self.name, names)
 
     def _program(self, kernel: str) -> decode.Program:
         """The program of an entry, decoded when it is first launched."""
@@ -134,19 +165,33 @@ class Kernel:
         return self._programs[kernel]
 
 
-def run(program: decode.Program, launch: Any, parameters: bytes, gpu: Any, name: str = "") -> None:
+def run(
+    program: decode.Program,
+    launch: Any,
+    parameters: bytes,
+    gpu: Any,
+    name: str = "",
+    names_of_arguments: Callable[[], Iterable[tuple[str, int]]] = tuple,  # (name, address) of each
+) -> None:
     """Runs a launch with the settings of `record`, and adds it to the report."""
     report = _report.get() or Report("at_once", 0, "outside of emulator.record")
-    memory = GlobalMemory(host_regions)
+    memory = GlobalMemory(host_regions, names_of_arguments)
     begin = time.perf_counter()
+    report.checks.launch = _circumstances(program, launch, gpu, name, report)
     try:
         if report.before and report.before.has_been_overwritten(host_regions(None), memory.bytes_at):
             report.before = None  # an operation that is not a launch came after it
-        grid = Grid(program, launch, parameters, gpu, memory, report.completion, report.seed, report.before)
+        grid = Grid(
+            program, launch, parameters, gpu, memory, report.completion, report.seed,
+            before=report.before, findings=report.checks, profile=report.profile, trace=report.tracer,
+        )  # fmt: skip
         grid.run()
         _check_order(launch, grid, report)
-    except RuntimeError as error:  # a Fault, or a mistake of the emulator
-        raise type(error)(f"{error}\n{_circumstances(program, launch, gpu, name, report)}") from error.__cause__
+    except Fault as fault:  # it says where in the kernel it is, so the emulator's own frames would only distract
+        fault.launch = report.checks.launch
+        raise fault.with_traceback(None) from None
+    except RuntimeError as error:  # a mistake of the emulator
+        raise RuntimeError(f"{error}\n{report.checks.launch}") from error.__cause__
     report.before = _ended(name or launch.kernel, grid)
     report.launches.append(
         LaunchReport(
@@ -163,6 +208,7 @@ def run(program: decode.Program, launch: Any, parameters: bytes, gpu: Any, name:
             tensor_memory_columns=grid.tensor_memory_columns,
             instructions=grid.num_instructions,
             seconds=time.perf_counter() - begin,
+            profile=grid.profile.lines() if grid.profile else None,
         )
     )
 
@@ -185,27 +231,34 @@ def _ended(name: str, grid: Grid) -> Ended:
 
 
 def _check_order(launch: Any, grid: Grid, report: Report) -> None:
-    """Raises Fault if the grid may overlap the launch before it, and no thread waits for that launch."""
+    """Reports a grid that may overlap the launch before it if no thread waits for that launch."""
     # "If the prerequisite grid is using griddepcontrol.launch_dependents, then the dependent grid must use
     # griddepcontrol.wait to ensure correct functional execution." (PTX, griddepcontrol)
     before = report.before
     if getattr(launch, "programmatic", False) and before and before.lets_next_begin and not grid.waits_for_previous:
-        raise Fault(
-            "no thread executes griddepcontrol.wait, and the launch before this one executed "
-            "griddepcontrol.launch_dependents, so both may run at the same time"
+        report.checks.add(
+            Fault(
+                "launch-race",
+                "no thread executes griddepcontrol.wait, and the launch before this one executed "
+                "griddepcontrol.launch_dependents, so both may run at the same time",
+            )
         )
 
 
-def _circumstances(program: decode.Program, launch: Any, gpu: Any, name: str, report: Report) -> str:
-    """The lines about the launch that end the message of every error."""
-    kernel = f"{name}, {program.entry.title}" if name else program.entry.title
-    return (
-        f"  launch {len(report.launches)}, counted from 0: kernel {kernel}\n"
-        f"  grid {launch.grid}, block {launch.block}, cluster {launch.cluster}, "
-        f"{launch.shared_bytes} bytes of dynamic shared memory\n"
-        f"  gpu {getattr(gpu, 'name', gpu.target)} with {gpu.sm_count} SMs, "
-        f"completion={report.completion!r}, seed={report.seed!r}\n"
-        f"  to repeat it: the same call {report.how_to_repeat}"
+def _circumstances(program: decode.Program, launch: Any, gpu: Any, name: str, report: Report) -> Circumstances:
+    """What every error says about the launch."""
+    return Circumstances(
+        launch=len(report.launches),
+        kernel=f"{name}, {program.entry.title}" if name else program.entry.title,
+        grid=launch.grid,
+        block=launch.block,
+        cluster=launch.cluster,
+        shared_bytes=launch.shared_bytes,
+        gpu=getattr(gpu, "name", gpu.target),
+        sm_count=gpu.sm_count,
+        completion=report.completion,
+        seed=report.seed,
+        how_to_repeat=report.how_to_repeat,
     )
 
 

@@ -6,6 +6,7 @@ tensor, so a description that says "CUDA, device 0" lets CPU memory through, and
 
 import ctypes
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -104,3 +105,20 @@ def _map(convert: Any, argument: Any) -> Any:
                     changed[field.name] = converted
         return dataclasses.replace(argument, **changed) if changed else argument
     return argument
+
+
+def addresses(name: str, argument: Any) -> Iterator[tuple[str, int]]:
+    """Yields (name, address) of an argument of a call, and of its parts. Integers may be addresses, too."""
+    if isinstance(argument, int) and not isinstance(argument, bool):
+        yield name, argument
+    elif hasattr(argument, "data_ptr"):
+        yield name, argument.data_ptr()
+    elif isinstance(argument, tuple) and hasattr(argument, "_fields"):
+        for field, value in zip(argument._fields, argument, strict=True):
+            yield from addresses(f"{name}.{field}" if name else field, value)
+    elif type(argument) in (tuple, list):
+        for i, value in enumerate(argument):
+            yield from addresses(f"{name}[{i}]", value)
+    elif dataclasses.is_dataclass(argument) and not isinstance(argument, type):
+        for each in dataclasses.fields(argument):
+            yield from addresses(f"{name}.{each.name}", getattr(argument, each.name))

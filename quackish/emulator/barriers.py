@@ -19,7 +19,7 @@ class Mbarrier:
 
     def __init__(self, cta: Cta, offset: int, count: int):
         if not 1 <= count <= MAX_COUNT:
-            raise Fault(f"mbarrier.init with a count of {count}; valid are 1 to {MAX_COUNT}")
+            raise Fault("mbarrier-count", f"mbarrier.init with a count of {count}; valid are 1 to {MAX_COUNT}")
         self.cta, self.offset, self.count = cta, offset, count
         self.pending, self.transactions, self.phase = count, 0, 0
         self.arrived: Clock | None = None  # what precedes the arrivals so far
@@ -38,7 +38,7 @@ class Mbarrier:
         """Counts arrivals, which may end the phase. Raises Fault if the phase expects fewer."""
         # An arrival beyond the pending count would make it negative, which is outside its range.
         if not 1 <= count <= self.pending:
-            raise Fault(f"{count} arrivals at an mbarrier that expects {self.pending} more: {self}")
+            raise Fault("mbarrier-count", f"{count} arrivals at an mbarrier that expects {self.pending} more: {self}")
         self.pending -= count
         self._check()
 
@@ -54,7 +54,7 @@ class Mbarrier:
     def _add_transactions(self, size: int) -> None:
         self.transactions += size
         if abs(self.transactions) > MAX_COUNT:
-            raise Fault(f"transaction bytes outside -(2^20 - 1) to 2^20 - 1: {self}")
+            raise Fault("mbarrier-count", f"transaction bytes outside -(2^20 - 1) to 2^20 - 1: {self}")
 
     def _check(self) -> None:
         """If nothing is pending, ends the phase and releases the threads that wait for it."""
@@ -82,7 +82,7 @@ def mbarrier_at(cta: Cta, offset: int) -> Mbarrier:
     """The mbarrier at an offset of a CTA's shared memory. Raises Fault if none is initialized there."""
     barrier = cta.mbarriers.get(offset)
     if barrier is None:
-        raise Fault(f"there is no initialized mbarrier at {offset:#x} of {cta}")
+        raise Fault("mbarrier-uninitialized", f"there is no initialized mbarrier at {offset:#x} of {cta}")
     return barrier
 
 
@@ -105,10 +105,10 @@ class NamedBarrier:
     def arrive(self, lanes_mask: int, expected: int | None) -> None:
         """Counts the warps of these threads. expected: the barrier's threads, or None for all of the CTA."""
         if self.warps and expected != self.expected:
-            raise Fault(f"a thread expects {expected} threads, others {self.expected}: {self}")
+            raise Fault("barrier-count", f"a thread expects {expected} threads, others {self.expected}: {self}")
         # "When specifying a thread count, the value must be a multiple of the warp size." (PTX, bar)
         if expected is not None and (expected % 32 or expected == 0):
-            raise Fault(f"a barrier of {expected} threads, which is not a multiple of 32")
+            raise Fault("barrier-count", f"a barrier of {expected} threads, which is not a multiple of 32")
         self.expected = expected
         self.clock = joined(self.clock, self.cta.grid.races.release(self.cta.lanes(lanes_mask)))
         self.warps += num_warps(lanes_mask)
@@ -121,7 +121,7 @@ class NamedBarrier:
         live_warps = num_warps(self.cta.live)
         needed = live_warps if self.expected is None else self.expected // 32
         if self.warps > needed and self.expected is not None:
-            raise Fault(f"more threads arrived than a barrier expects: {self}")
+            raise Fault("barrier-count", f"more threads arrived than a barrier expects: {self}")
         if self.warps >= needed:
             self.cta.grid.num_events += 1
             self.cta.grid.num_phases += 1
@@ -140,7 +140,7 @@ def named_barrier(cta: Cta, number: int) -> NamedBarrier:
     # "Source operand a specifies a logical barrier resource as an immediate constant or register with value 0 through
     # 15." (PTX, bar)
     if not 0 <= number < 16:
-        raise Fault(f"barrier number {number}; valid are 0 to 15")
+        raise Fault("invalid-operand", f"barrier number {number}; valid are 0 to 15")
     return cta.named_barriers.setdefault(number, NamedBarrier(cta, number))
 
 
@@ -163,7 +163,7 @@ class ClusterBarrier:
         arrived = self.arrived.get(cta.rank, 0)
         # A thread must wait between two arrivals; otherwise the behavior is undefined. (PTX, barrier.cluster)
         if arrived & mask:
-            raise Fault("barrier.cluster.arrive by threads that have arrived and not waited")
+            raise Fault("barrier-count", "barrier.cluster.arrive by threads that have arrived and not waited")
         self.arrived[cta.rank] = arrived | mask
         # "The optional .relaxed qualifier on barrier.cluster.arrive specifies that there are no memory ordering and
         # visibility guarantees provided for the memory accesses performed prior to barrier.cluster.arrive." (PTX)

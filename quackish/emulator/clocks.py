@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from quackish.emulator.errors import Place
+
 WARP = 32
 WAITED = "griddepcontrol.wait"  # the owner of a component whose epoch is 1 once a thread has executed it
 GRANULE = 16  # bytes; a shadow becomes finer when a smaller access comes
@@ -154,7 +156,7 @@ class Events:
         self.epoch = np.zeros(1024, np.int32)
         self.is_async = np.zeros(1024, np.bool_)
         self.is_atomic = np.zeros(1024, np.bool_)  # an atomic operation on shared memory
-        self.descriptions: list[Callable[[], str] | None] = [None]
+        self.places: list[Callable[[], Place] | None] = [None]
 
     def add(
         self,
@@ -162,15 +164,15 @@ class Events:
         components: Any,
         epochs: Any,
         is_async: bool,
-        describe: Callable[[], str],
+        place: Callable[[], Place],
     ) -> np.ndarray:
-        """Adds an event for each component, all with the same description. Returns their numbers."""
-        first, count = len(self.descriptions), len(components)
+        """Adds an event for each component, all at the same place. Returns their numbers."""
+        first, count = len(self.places), len(components)
         if first + count > len(self.component):
             for name in ("cluster", "component", "epoch", "is_async", "is_atomic"):
                 old = getattr(self, name)
                 setattr(self, name, np.concatenate([old, np.zeros_like(old)]))
-        self.descriptions += [describe] * count
+        self.places += [place] * count
         self.cluster[first : first + count] = clocks.number
         self.component[first : first + count] = components
         self.epoch[first : first + count] = epochs
@@ -179,13 +181,19 @@ class Events:
 
     @property
     def count(self) -> int:
-        return len(self.descriptions)
+        return len(self.places)
 
-    def describe(self, event: int) -> str:
-        """The thread and the instruction of an event, in words."""
-        describe = self.descriptions[event]
-        assert describe is not None
-        return describe()
+    def place(self, event: int) -> Place:
+        """The threads and the instruction of an event."""
+        place = self.places[event]
+        assert place is not None
+        return place()
+
+
+def one_of_each(events: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """The indices of the first chosen occurrence of each event, in order: an array (events, dimensions)."""
+    first = np.unique(events[chosen], return_index=True)[1]
+    return np.argwhere(chosen)[np.sort(first)]
 
 
 class Shadow:

@@ -14,11 +14,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from quackish.emulator.errors import Fault
+from quackish.emulator.errors import Fault, Place
 
 AT_ONCE, LATE = "at_once", "late"
 COMPLETIONS = (AT_ONCE, LATE)
-_WORK_OF = "\n  asynchronous work of "
 
 
 # A function that reads what the work needs, and returns a function that does its writes.
@@ -56,8 +55,8 @@ class _Queue:
 class Completion:
     """The asynchronous work of one launch."""
 
-    def __init__(self, kind: str, draw: random.Random, place: Callable[[], Callable[[], str]]):
-        """place: returns a function that describes the instruction which executes now."""
+    def __init__(self, kind: str, draw: random.Random, place: Callable[[], Callable[[], Place]]):
+        """place: returns a function that returns the instruction which executes now."""
         if kind not in COMPLETIONS:
             raise ValueError(f"completion: {kind!r}; expected one of {', '.join(map(repr, COMPLETIONS))}")
         self.late = kind == LATE
@@ -164,16 +163,15 @@ class Completion:
             pass
 
 
-def _placed(work: Callable[..., Any], place: Callable[[], str]) -> Callable[..., Any]:
+def _placed(work: Callable[..., Any], place: Callable[[], Place]) -> Callable[..., Any]:
     """Wraps work that happens later, so that its faults name the instruction that issued it."""
 
     def do(*args):
         try:
             return work(*args)
-        except Fault as error:
-            if _WORK_OF in str(error):  # queued work, which names its own instruction
-                raise
-            raise Fault(f"{error}{_WORK_OF}{place()}") from None
+        except Fault as fault:
+            fault.issued_by = fault.issued_by or place()  # queued work names its own instruction
+            raise
 
     return do
 

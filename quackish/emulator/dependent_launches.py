@@ -79,11 +79,14 @@ def running(before: Ended | None, programmatic: bool) -> list[Ended]:
 class DependentLaunch:
     """Checks the accesses of one launch."""
 
-    def __init__(self, running: list[Ended]):
-        self.running = running
+    def __init__(self, running: list[Ended], found: Callable[[Fault], None]):
+        """found: gets the faults, and raises most of them"""
+        self.running, self._found = running, found
 
-    def check(self, addresses: np.ndarray, size: int, clocks: Any, warp: int, verb: str) -> None:
-        """Raises Fault if a warp accesses what an earlier launch may still write. verb: for the message."""
+    def check(
+        self, addresses: np.ndarray, size: int, clocks: Any, warp: int, verb: str, name: Callable[[], str]
+    ) -> None:
+        """Reports that a warp accesses what an earlier launch may still write. verb, name: for the message"""
         # ".wait modifier causes the executing thread to wait until all prerequisite grids in flight have completed and
         # all the memory operations from the prerequisite grids are performed and made visible to the current grid."
         component = clocks.components.get(WAITED)
@@ -91,8 +94,13 @@ class DependentLaunch:
             return
         for launch in self.running:
             if event := launch.writer(addresses, size):
-                raise Fault(
-                    f"race: a thread {verb} global memory that an earlier launch, {launch.name}, may still write; "
-                    "it has not executed griddepcontrol.wait, and no barrier puts it after a thread that has\n"
-                    f"  the write is of {launch.events.describe(event)}"
+                self._found(
+                    Fault(
+                        "launch-race",
+                        f"a thread {verb} global memory that an earlier launch, {launch.name}, may still write; it has "
+                        "not executed griddepcontrol.wait, and no barrier puts it after a thread that has",
+                        tensor=name(),
+                        second=launch.events.place(event),
+                        second_is="the write",
+                    )
                 )

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from quackish.emulator.clocks import GLOBAL, ORDERED, Clock, Clocks, Shadow, joined, merged
+from quackish.emulator.clocks import GLOBAL, ORDERED, Clock, Clocks, Shadow, joined, merged, one_of_each
 from quackish.emulator.dependent_launches import DependentLaunch
 from quackish.emulator.errors import Fault
 from quackish.emulator.races import Races
@@ -59,7 +59,7 @@ class GlobalRaces:
     def read(self, tensor: tuple[int, int], addresses: np.ndarray, size: int, which: Any = slice(None)) -> None:
         """Threads read `size` bytes at addresses; those that `which` selects are in the tensor."""
         meaning = semantics(self.races.grid.opcode)
-        self._check_launch(addresses[which], size, "reads")
+        self._check_launch(tensor, addresses[which], size, "reads")
         if meaning.is_strong:
             self._synchronize(addresses, meaning)
             if meaning.writes:
@@ -70,17 +70,18 @@ class GlobalRaces:
     def write(self, tensor: tuple[int, int], addresses: np.ndarray, size: int, which: Any = slice(None)) -> None:
         """Threads write `size` bytes at addresses; those that `which` selects are in the tensor."""
         meaning = semantics(self.races.grid.opcode)
-        self._check_launch(addresses[which], size, "writes")
+        self._check_launch(tensor, addresses[which], size, "writes")
         if meaning.is_strong:
             self._synchronize(addresses, meaning, is_store=True)
         self._record(tensor, addresses, size, which)
 
-    def _check_launch(self, addresses: np.ndarray, size: int, verb: str) -> None:
-        """Raises Fault if an earlier launch may still write what is accessed here."""
+    def _check_launch(self, tensor: tuple[int, int], addresses: np.ndarray, size: int, verb: str) -> None:
+        """Reports an access of what an earlier launch may still write."""
         if self.dependent.running:
-            lanes = self.races.grid.executing
+            lanes, memory = self.races.grid.executing, self.races.grid.memory
+            name = functools.partial(memory.name_of, *tensor)
             for warp in self.races.warps(lanes).tolist():
-                self.dependent.check(addresses, size, lanes.cta.cluster.clocks, warp, verb)
+                self.dependent.check(addresses, size, lanes.cta.cluster.clocks, warp, verb, name)
 
     def _shadow(self, tensor: tuple[int, int]) -> Shadow:
         shadow = self.shadows.get(tensor)
@@ -106,7 +107,7 @@ class GlobalRaces:
         shadow.writes[granules] = events[np.searchsorted(warps, warp[which])][:, None]
 
     def _check(self, tensor: tuple[int, int], shadow: Shadow, addresses: np.ndarray, size: int, which: Any) -> None:
-        """Raises Fault if nothing orders a read after the last write of its granules."""
+        """Reports a read that nothing orders after the last write of its granules."""
         granules = shadow.granules(addresses[which] - np.uint64(tensor[0]), size)
         found = shadow.writes[granules]
         if found.any():
@@ -114,13 +115,9 @@ class GlobalRaces:
             warp = warp[which]
             late = self._late(found, clocks, warp[:, None], ORDERED)
             if late.any():
-                i, j = np.argwhere(late)[0]
-                self._raise(
-                    tensor,
-                    int(granules[i, j]) * shadow.granule,
-                    f"warp {warp[i] % self.races.grid.executing.cta.num_warps} reads",
-                    found[i, j],
-                )
+                for i, j in one_of_each(found, late):
+                    who = f"warp {warp[i] % self.races.grid.executing.cta.num_warps} reads"
+                    self._found(tensor, int(granules[i, j]) * shadow.granule, who, found[i, j], warp[i])
 
     def _late(self, found: np.ndarray, clocks: Clocks, warp: Any, row: int) -> np.ndarray:
         """Returns which of the found events the warps' clocks do not cover. row: ORDERED or GLOBAL."""
@@ -186,14 +183,14 @@ class GlobalRaces:
     def write_later(self, tensor: tuple[int, int], addresses: np.ndarray, size: int, issuer: tuple, epoch: int) -> None:
         """A bulk store writes rows of `size` bytes. `issuer` is (clocks, component)."""
         clocks, component = issuer
-        self._check_launch(addresses, size, "writes")
+        self._check_launch(tensor, addresses, size, "writes")
         shadow, granules = self._rows(tensor, addresses, size)
         place = self.races.grid.place()
         shadow.writes[granules] = self.events.add(clocks, [component], epoch, True, place)[0]
 
     def read_later(self, tensor: tuple[int, int], addresses: np.ndarray, size: int, clocks: Clocks, warp: int) -> None:
         """A bulk load reads rows of `size` bytes."""
-        self._check_launch(addresses, size, "reads")
+        self._check_launch(tensor, addresses, size, "reads")
         if tensor not in self.shadows:
             return
         shadow, granules = self._rows(tensor, addresses, size)
@@ -202,18 +199,23 @@ class GlobalRaces:
             return
         late = self._late(found, clocks, warp, ORDERED)
         if late.any():
-            i = int(np.argmax(late))
-            self._raise(tensor, int(granules[i]) * shadow.granule, "asynchronous work reads", found[i])
+            for (i,) in one_of_each(found, late):
+                self._found(tensor, int(granules[i]) * shadow.granule, "asynchronous work reads", found[i])
         # "Accessing the same memory location across multiple proxies needs a cross-proxy fence. For the async proxy,
         # fence.proxy.async should be used to synchronize memory between generic proxy and the async proxy."
         # (PTX, Async Proxy)
         late = self._late(found, clocks, warp, GLOBAL) & ~self.events.is_async[found]
         if late.any():
             i = int(np.argmax(late))
-            raise Fault(
-                f"the async proxy reads {self._where(tensor, int(granules[i]) * shadow.granule)}, and no "
-                "fence.proxy.async is between this and the write of it by a thread\n"
-                f"  the write is of {self.events.describe(found[i])}"
+            self.races.grid.found(
+                Fault(
+                    "proxy-fence",
+                    f"the async proxy reads {self._where(tensor, int(granules[i]) * shadow.granule)}, and no "
+                    "fence.proxy.async is between this and the write of it by a thread",
+                    tensor=self.races.grid.memory.name_of(*tensor),
+                    second=self.events.place(found[i]),
+                    second_is="the write",
+                )
             )
 
     def _rows(self, tensor: tuple[int, int], addresses: np.ndarray, size: int) -> tuple[Shadow, np.ndarray]:
@@ -233,17 +235,26 @@ class GlobalRaces:
     def _where(tensor: tuple[int, int], offset: int) -> str:
         return f"global memory, byte {offset} of {tensor[1]} at {tensor[0]:#x}"
 
-    def _raise(self, tensor: tuple[int, int], offset: int, who: str, event: int) -> None:
-        """Raises the Fault about an access, and about the write `event` that nothing orders before it."""
+    def _found(self, tensor: tuple[int, int], offset: int, who: str, event: int, warp: int | None = None) -> None:
+        """Reports an access, and about the write `event` that nothing orders before it."""
+        cluster, advice = self.races.grid.executing.cta.cluster, ""
         if self.events.is_async[event]:
             missing = "nothing has waited for the end (cp.async.bulk.wait_group, without .read) of asynchronous work"
-        elif self.events.cluster[event] == self.races.grid.executing.cta.cluster.clocks.number:
+        elif self.events.cluster[event] == cluster.clocks.number:
             missing = "no barrier, or release and acquire, puts this after the write"
+            advice = "" if warp is None else self.races.advice(cluster, warp, event)
         else:
             missing = (
                 "no release after the write, by its thread or behind a barrier, and acquire before this (such as a "
                 "fence.acq_rel.gpu and an atomic operation) order them; another cluster wrote it"
             )
-        raise Fault(
-            f"race: {who} {self._where(tensor, offset)}, and {missing}\n  the write is of {self.events.describe(event)}"
+        self.races.grid.found(
+            Fault(
+                "global-race",
+                f"{who} {self._where(tensor, offset)}, and {missing}",
+                advice=advice,
+                tensor=self.races.grid.memory.name_of(*tensor),
+                second=self.events.place(event),
+                second_is="the write",
+            )
         )

@@ -9,16 +9,30 @@ from typing import Any
 
 import numpy as np
 
+from quackish.emulator import deadlocks
 from quackish.emulator.barriers import ClusterBarrier
 from quackish.emulator.clocks import Clocks
 from quackish.emulator.completion import Completion
 from quackish.emulator.decode import Program
 from quackish.emulator.dependent_launches import DependentLaunch, Ended, running
-from quackish.emulator.errors import Fault
+from quackish.emulator.errors import Fault, Place
+from quackish.emulator.findings import Findings
 from quackish.emulator.global_races import GlobalRaces
 from quackish.emulator.memory import GlobalMemory
-from quackish.emulator.races import Races
-from quackish.emulator.threads import VIEW_OF_TYPE, WARP, WARP_MASK, Cta, Lanes, num_warps, warp_masks, whole_warps
+from quackish.emulator.profile import CountedGlobalRaces, CountedSharedRaces, Profile, Trace
+from quackish.emulator.ptx import Instruction
+from quackish.emulator.races import Races, SharedRaces
+from quackish.emulator.threads import (
+    VIEW_OF_TYPE,
+    WARP,
+    WARP_MASK,
+    Cta,
+    Lanes,
+    num_warps,
+    place_of,
+    warp_masks,
+    whole_warps,
+)
 
 MAX_CTAS_PER_SM = 32  # compute capabilities 9.0 and 10.x
 RESERVED_SHARED_BYTES = 1024  # the system's part of each CTA's shared memory
@@ -59,6 +73,9 @@ class Grid:
         completion: str = "at_once",
         seed: Any = 0,
         before: Ended | None = None,  # the launch before
+        findings: Findings | None = None,  # by default the first finding is raised
+        profile: bool = False,
+        trace: Trace | None = None,
     ):
         self.program, self.parameters, self.gpu, self.memory = program, parameters, gpu, memory
         self.dimensions, self.block, self.cluster_dimensions = launch.grid, launch.block, launch.cluster
@@ -69,8 +86,13 @@ class Grid:
         self.draw = random.Random(f"{seed}")
         self.seed = seed
         self.completion = Completion(completion, self.draw, self.place)
+        self.findings = findings or Findings()
+        self.profile, self.trace = Profile(self) if profile else None, trace
         self.races = Races(self)
-        memory.races = GlobalRaces(self.races, DependentLaunch(running(before, getattr(launch, "programmatic", False))))
+        earlier = running(before, getattr(launch, "programmatic", False))
+        self.shared_races = CountedSharedRaces if profile else SharedRaces
+        global_races = CountedGlobalRaces if profile else GlobalRaces
+        memory.races = global_races(self.races, DependentLaunch(earlier, self.found))
         self._running: tuple[Any, ...] = ()
         self.executing: Lanes  # the threads that execute the instruction, without those whose predicate is false
         self.has_slow = self.draw.random() < SLOW_CHANCE
@@ -96,21 +118,27 @@ class Grid:
         """Raises Fault if a GPU would refuse the launch."""
         required = self.program.entry.directives.get("reqntid")
         if required and (*required, 1, 1)[:3] != self.block:
-            raise Fault(f"a launch with {self.block} threads of a kernel that requires {required}")
+            raise Fault("launch-config", f"a launch with {self.block} threads of a kernel that requires {required}")
         if any(n % size for n, size in zip(self.dimensions, self.cluster_dimensions, strict=True)):
-            raise Fault(f"a grid of {self.dimensions} CTAs, which clusters of {self.cluster_dimensions} do not divide")
+            raise Fault(
+                "launch-config",
+                f"a grid of {self.dimensions} CTAs, which clusters of {self.cluster_dimensions} do not divide",
+            )
         if self.num_threads > 1024 or not self.num_threads:
-            raise Fault(f"a CTA of {self.num_threads} threads; valid are 1 to 1024")
+            raise Fault("launch-config", f"a CTA of {self.num_threads} threads; valid are 1 to 1024")
         if math.prod(self.cluster_dimensions) > 16:
-            raise Fault(f"a cluster of {self.cluster_dimensions} CTAs; at most 16 are possible")
+            raise Fault("launch-config", f"a cluster of {self.cluster_dimensions} CTAs; at most 16 are possible")
         if self.shared_bytes > self.gpu.smem_bytes:
             raise Fault(
-                f"a CTA takes {self.shared_bytes} bytes of shared memory; at most {self.gpu.smem_bytes} are possible"
+                "launch-config",
+                f"a CTA takes {self.shared_bytes} bytes of shared memory; at most {self.gpu.smem_bytes} are possible",
             )
         if self.max_resident < math.prod(self.cluster_dimensions):
-            raise Fault(f"a cluster of {self.cluster_dimensions} CTAs does not fit: {self.residency}")
+            raise Fault("launch-config", f"a cluster of {self.cluster_dimensions} CTAs does not fit: {self.residency}")
         if cooperative and self.max_resident < math.prod(self.dimensions):
-            raise Fault(f"a cooperative launch of {self.dimensions} CTAs does not fit: {self.residency}")
+            raise Fault(
+                "launch-config", f"a cooperative launch of {self.dimensions} CTAs does not fit: {self.residency}"
+            )
 
     @property
     def ctas_per_sm(self) -> int:
@@ -169,7 +197,7 @@ class Grid:
                 elif is_stuck and self._expire_waits(resident):
                     idle.reset()
                 elif is_stuck:
-                    raise self._deadlock(resident, len(waiting))
+                    raise self._stuck(resident, len(waiting))
             self.completion.finish()
 
     def _expire_waits(self, resident: list[Cluster]) -> bool:
@@ -206,6 +234,8 @@ class Grid:
             return False
         for cta in cluster.ctas:
             self.ctas_on_sm[cta.sm] -= 1
+            if self.profile is not None:
+                self.profile.retire(cta)
         return True
 
     def _slow_down(self, cluster: Cluster) -> None:
@@ -249,16 +279,16 @@ class Grid:
         choices, taken = [], 0
         for block in sorted(cta.fragments):
             mask = cta.fragments[block] & ~cta.yielded.get(block, 0) & ~taken
-            mask = self._converged(cta, block, mask)
+            mask = self.converged(cta, block, mask)
             if mask:
                 choices.append((block, mask))
                 taken |= whole_warps(mask)
         if cta.slow_threads and self.keeps_slow_back:
-            quick = [(block, self._converged(cta, block, mask & ~cta.slow_threads)) for block, mask in choices]
+            quick = [(block, self.converged(cta, block, mask & ~cta.slow_threads)) for block, mask in choices]
             return [choice for choice in quick if choice[1]] or choices
         return choices
 
-    def _converged(self, cta: Cta, block: int, mask: int) -> int:
+    def converged(self, cta: Cta, block: int, mask: int) -> int:
         """The threads of `mask` that can execute the block: all that must do so with them have come."""
         needed = self.program.blocks[block].converged
         if not needed or not mask:
@@ -275,7 +305,7 @@ class Grid:
         return result
 
     def _with_members(self, cta: Cta, block: int, mask: int) -> int:
-        """`_converged` where the block's instruction has a member mask."""
+        """`converged` where the block's instruction has a member mask."""
         current, result = self.program.blocks[block], 0
         read = current.members
         assert read is not None
@@ -317,6 +347,9 @@ class Grid:
         while True:
             current = self.program.blocks[block]
             cta.block = block
+            cta.executed[block].append(mask)
+            if self.trace is not None:
+                self.trace.add(cta, block, mask)
             count += 1
             self.num_instructions += warps * current.size
             steps = iter(current.steps)
@@ -327,6 +360,9 @@ class Grid:
                     step(lanes)
                 self._running = cta, lanes, block, None
                 following = current.end(lanes)
+            except Fault as fault:
+                fault.place = fault.place or self.place()()
+                raise
             except Exception as error:
                 raise self._located(error) from error
             if following is None:
@@ -338,7 +374,7 @@ class Grid:
             if others or following in cta.fragments or count >= budget:
                 cta.add(following, mask)
                 return count
-            if self.program.blocks[following].converged and self._converged(cta, following, mask) != mask:
+            if self.program.blocks[following].converged and self.converged(cta, following, mask) != mask:
                 cta.add(following, mask)
                 return count
             block = following
@@ -352,34 +388,34 @@ class Grid:
 
     # Faults
 
-    def _deadlock(self, resident: list[Cluster], num_waiting: int) -> Fault:
-        """The Fault of a deadlock. It lists what threads wait for, at most 24 groups of them."""
+    def _stuck(self, resident: list[Cluster], num_waiting: int) -> Fault:
+        """The Fault of threads that cannot go on: see `deadlocks`."""
         ctas = [cta for cluster in resident for cta in cluster.ctas]
-        loops = any(self._converged(cta, *fragment) for cta in ctas for fragment in cta.fragments.items())
-        why = "threads loop, and no other thread will change what they wait for" if loops else "no thread can go on"
-        lines = [f"deadlock: {why}"]
-        if num_waiting:
-            lines.append(
-                f"  {num_waiting * math.prod(self.cluster_dimensions)} CTAs have not begun, because only "
-                f"{self.max_resident} fit at once: {self.residency}"
-            )
-        states = [line for cta in ctas for line in _state(cta)]
-        lines += states[:24]
-        if len(states) > 24:
-            lines.append(f"  and {len(states) - 24} more")
-        return Fault("\n".join(lines))
+        not_begun = num_waiting * math.prod(self.cluster_dimensions)
+        full = f"{not_begun} CTAs have not begun, because only {self.max_resident} fit at once: {self.residency}"
+        return deadlocks.fault(ctas, full if num_waiting else "")
 
-    def place(self) -> Callable[[], str]:
-        """Returns a function that describes the instruction that executes now, even if called later."""
+    def found(self, fault: Fault) -> None:
+        """Takes a fault of the instruction that executes now. Raises it unless the run goes on."""
+        fault.place = self.place()()
+        self.findings.add(fault)
+
+    def place(self) -> Callable[[], Place]:
+        """Returns a function that returns the instruction that executes now, even if called later."""
         cta, lanes, block, steps = self._running
-        step = self._index(block, steps)
-        return lambda: f"{cta.describe()}, {lanes.describe()}\n    at {self.program.location(block, step)}"
+        step, count = self._index(block, steps), len(cta.executed[block])
+        return lambda: place_of(lanes, block, step, count)
+
+    @property
+    def instruction(self) -> Instruction:
+        """The instruction that executes now."""
+        _, _, block, steps = self._running
+        return self.program.blocks[block].instructions[self._index(block, steps)]
 
     @property
     def opcode(self) -> str:
         """The opcode of the instruction that executes now."""
-        _, _, block, steps = self._running
-        return self.program.blocks[block].instructions[self._index(block, steps)].opcode
+        return self.instruction.opcode
 
     def _index(self, block: int, steps: Any) -> int:
         """The index in its block of the instruction that executes now."""
@@ -387,12 +423,11 @@ class Grid:
         return current.size - 1 if steps is None else len(current.steps) - operator.length_hint(steps) - 1
 
     def _located(self, error: Exception) -> Exception:
-        """Adds to an error where it happened. Any error but a Fault is the emulator's own."""
-        kind: Callable[[str], Exception] = Fault if isinstance(error, Fault) else RuntimeError
-        prefix = "" if isinstance(error, Fault) else f"the emulator failed: {type(error).__name__}: "
+        """Adds where it happened to an error of the emulator's own."""
+        prefix = f"the emulator failed: {type(error).__name__}: "
         if type(error) is NotImplementedError:
             prefix = "the emulator does not support this: "
-        return kind(f"{prefix}{error}\n  executing: {self.place()()}")
+        return RuntimeError(f"{prefix}{error}\n  executing: {self.place()()}")
 
 
 class _Idle:
@@ -421,35 +456,6 @@ class _Idle:
             self.snapshot = digest
             return False
         return digest == self.snapshot
-
-
-def _state(cta: Cta) -> list[str]:
-    """What the threads of a CTA wait for."""
-    waits: dict[tuple[str, str], int] = {}  # (what they do, where) -> threads
-    for parked in cta.parked:
-        key = parked.reason(), parked.location
-        waits[key] = waits.get(key, 0) | parked.mask
-    for block, mask in cta.fragments.items():
-        current = cta.grid.program.blocks[block]
-        together = cta.grid._converged(cta, block, mask)
-        location = cta.grid.program.location(block, 0) if current.size else "the end"
-        if together:
-            waits["poll memory" if current.polls else "loop", location] = together
-        if mask & ~together:
-            others = _CONVERGENCE[current.converged]
-            waits[f"wait for {others} to come to the same instruction", location] = mask & ~together
-    return [
-        f"  {cta.describe()}, {cta.lanes(mask).describe()}: {what}\n    at {location}"
-        for (what, location), mask in sorted(waits.items(), key=lambda item: item[1] & -item[1])
-    ]
-
-
-_CONVERGENCE = {
-    "": "",
-    "members": "the threads of their member mask",
-    "warp": "the other threads of their warp",
-    "warp group": "the other threads of their warp group",
-}
 
 
 def _digest(ctas: list[Cta]) -> bytes:

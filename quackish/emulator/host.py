@@ -187,7 +187,7 @@ def _fail(error: int) -> None:
     call = _running.calls[-1]
     if call.error is None:
         what = "that the emulator lacks" if error == _NOT_SUPPORTED else "with an invalid argument"
-        call.error = Fault(f"the host code calls a function of CUDA {what}: error {error}")
+        call.error = Fault("host-call", f"the host code calls a function of CUDA {what}: error {error}")
 
 
 def _launch(config: _Config, kernel: bytes, parameter_addresses: int) -> Launch:

@@ -52,12 +52,18 @@ def descriptor_sm100(bits: int) -> Descriptor:
     _refuse_bits(bits, [(14, 15), (30, 31)], "a matrix descriptor of tcgen05")
     # The manual's table: bits 46 to 48 have the "Fixed constant value of 0b001", and bits 53 to 60 are zero.
     if _field(bits, 46, 48) != 1 or _field(bits, 53, 60) != 0:
-        raise Fault(f"matrix descriptor {bits:#018x} of tcgen05: bits 46 to 48 must be 0b001, and bits 53 to 60 zero")
+        raise Fault(
+            "matrix-descriptor",
+            f"matrix descriptor {bits:#018x} of tcgen05: bits 46 to 48 must be 0b001, and bits 53 to 60 zero",
+        )
     if _field(bits, 52, 52):
         raise NotImplementedError(f"matrix descriptor {bits:#018x} with an absolute address of the leading dimension")
     mode = _field(bits, 61, 63)
     if mode not in _SWIZZLES_SM100:
-        raise Fault(f'matrix descriptor {bits:#018x}: swizzling mode {mode}; "Values 3, 5 and 7 are invalid"')
+        raise Fault(
+            "matrix-descriptor",
+            f'matrix descriptor {bits:#018x}: swizzling mode {mode}; "Values 3, 5 and 7 are invalid"',
+        )
     return _descriptor(bits, _SWIZZLES_SM100[mode])
 
 
@@ -65,7 +71,7 @@ def _refuse_bits(bits: int, reserved: list[tuple[int, int]], what: str) -> None:
     """Raises Fault if a bit in one of the reserved ranges is set."""
     for first, last in reserved:
         if _field(bits, first, last):
-            raise Fault(f"{what}, {bits:#018x}, has reserved bits set between {first} and {last}")
+            raise Fault("matrix-descriptor", f"{what}, {bits:#018x}, has reserved bits set between {first} and {last}")
 
 
 def _descriptor(bits: int, swizzle: Swizzle) -> Descriptor:
@@ -204,19 +210,24 @@ def instruction_descriptor(bits: int, kind: str, ctas: int) -> InstructionDescri
     `kind` is "f16", "tf32" or "f8f6f4"; `ctas` is 1 or 2 (.cta_group).
     """
     if bits & (1 << 6 | 1 << 23 | 1 << 29):
-        raise Fault(f"instruction descriptor {bits:#010x} has reserved bits set: 6, 23 and 29 must be 0")
+        raise Fault(
+            "matrix-descriptor", f"instruction descriptor {bits:#010x} has reserved bits set: 6, 23 and 29 must be 0"
+        )
     if _field(bits, 0, 3) or _field(bits, 30, 31):
         raise NotImplementedError(f"instruction descriptor {bits:#010x}: sparse, saturating or shifting B")
     types = _AB_TYPES[kind]
     d, a, b = _D_TYPES.get(_field(bits, 4, 5)), types.get(_field(bits, 7, 9)), types.get(_field(bits, 10, 12))
     if d is None or a is None or b is None or (d == "f16" and (a, b) not in _D_F16):
-        raise Fault(f"instruction descriptor {bits:#010x} has types that .kind::{kind} lacks")
+        raise Fault("matrix-descriptor", f"instruction descriptor {bits:#010x} has types that .kind::{kind} lacks")
     if a not in ELEMENT_BYTES or b not in ELEMENT_BYTES:
         raise NotImplementedError(f"instruction descriptor {bits:#010x}: elements of 4 or 6 bits ({a}, {b})")
     m, n = _field(bits, 24, 28) << 4, _field(bits, 17, 22) << 3
     shapes, step = ((64, 128), 8) if ctas == 1 else ((128, 256), 16)
     if m not in shapes or n % step or not step <= n <= 256:
-        raise Fault(f"tcgen05.mma of {m} x {n} by {ctas} CTAs; m is one of {shapes}, n a multiple of {step} up to 256")
+        raise Fault(
+            "matrix-descriptor",
+            f"tcgen05.mma of {m} x {n} by {ctas} CTAs; m is one of {shapes}, n a multiple of {step} up to 256",
+        )
     negate_a, negate_b, mn_major_a, mn_major_b = (bool(bits >> bit & 1) for bit in (13, 14, 15, 16))
     return InstructionDescriptor(d, a, b, negate_a, negate_b, mn_major_a, mn_major_b, m, n)
 
@@ -286,7 +297,10 @@ def tensor_address(bits: int) -> TensorAddress:
     """Decodes an address. Raises Fault if it is outside tensor memory."""
     address = TensorAddress(bits >> 16, bits & 0xFFFF)
     if address.lane >= 128 or address.column >= 512:
-        raise Fault(f"address {bits:#010x} is outside tensor memory: lane {address.lane}, column {address.column}")
+        raise Fault(
+            "out-of-bounds",
+            f"address {bits:#010x} is outside tensor memory: lane {address.lane}, column {address.column}",
+        )
     return address
 
 

@@ -3,7 +3,7 @@
 import bisect
 import ctypes
 import gc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -33,8 +33,9 @@ class GlobalMemory:
     `find_regions(0)`, (1) and (2) look for more.
     """
 
-    def __init__(self, find_regions):
-        self._find_regions = find_regions
+    def __init__(self, find_regions: Callable, find_names: Callable[[], Iterable[tuple[str, int]]] = tuple):
+        """find_names: returns (name, address) of the launch's arguments"""
+        self._find_regions, self._find_names = find_regions, find_names
         self.bytes_read = self.bytes_written = 0
         self.races: Any = None  # global_races.GlobalRaces: told of the accesses that instructions make here
         self._set(find_regions(None))
@@ -57,7 +58,12 @@ class GlobalMemory:
                 self._set(self._find_regions(generation))
                 found = self._lookup(low, high)
         if found < 0:
-            raise Fault(f"access of global memory at [{low:#x}, {high:#x}), outside every tensor{self._nearest(low)}")
+            where, tensor = self._nearest(low)
+            raise Fault(
+                "out-of-bounds",
+                f"access of global memory at [{low:#x}, {high:#x}), outside every tensor{where}",
+                tensor=tensor,
+            )
         return found
 
     def _lookup(self, low: int, high: int) -> int:
@@ -65,18 +71,23 @@ class GlobalMemory:
         found = bisect.bisect_right(self._bases, low) - 1
         return found if found >= 0 and high <= self._ends[found] else -1
 
-    def _nearest(self, address: int) -> str:
-        """Where the nearest tensor is, for the message of a Fault."""
+    def name_of(self, base: int, size: int) -> str:
+        """The names of the arguments in a region, as far as they are known."""
+        return ", ".join(name for name, address in self._find_names() if base <= address < base + size)
+
+    def _nearest(self, address: int) -> tuple[str, str]:
+        """Where the nearest tensor is, and its name, for a Fault."""
         if not self._bases:
-            return ": no tensor is known"
+            return ": no tensor is known", ""
         nearest = min(
             range(len(self._bases)),
             key=lambda i: max(self._bases[i] - address, address - self._ends[i] + 1, 0),
         )
         base, end = self._bases[nearest], self._ends[nearest]
+        where = f", at byte {address - base} of the nearest one, which has {end - base} bytes"
         if address < base:
-            return f", {base - address} bytes before the nearest one of {end - base} bytes"
-        return f", at byte {address - base} of the nearest one, which has {end - base} bytes"
+            where = f", {base - address} bytes before the nearest one of {end - base} bytes"
+        return where, self.name_of(base, end - base)
 
     def _tensor(self, region: int) -> tuple[int, int]:
         """Returns (address, bytes) of a region."""
@@ -111,7 +122,9 @@ class GlobalMemory:
         """The indices of addresses in a region's view of this width."""
         offsets = addresses - np.uint64(self._bases[region])
         if self._bases[region] % width:
-            raise Fault(f"a tensor at {self._bases[region]:#x} is not aligned to its elements of {width} bytes")
+            raise Fault(
+                "misaligned", f"a tensor at {self._bases[region]:#x} is not aligned to its elements of {width} bytes"
+            )
         return (offsets // np.uint64(width)).astype(np.intp)
 
     def load(self, addresses: np.ndarray, width: int, count: int, counted: bool = True) -> np.ndarray:
@@ -179,7 +192,7 @@ def _check_alignment(addresses: np.ndarray, size: int, space: str) -> None:
         misaligned = (addresses & addresses.dtype.type(size - 1)) != 0
         if misaligned.any():
             address = int(addresses[misaligned][0])
-            raise Fault(f"misaligned access of {size} bytes of {space} memory at {address:#x}")
+            raise Fault("misaligned", f"misaligned access of {size} bytes of {space} memory at {address:#x}")
 
 
 class SharedMemory:
@@ -195,8 +208,9 @@ class SharedMemory:
         """Raises Fault unless the CTA has the bytes from `low` to `high`."""
         if low < SYSTEM_SHARED_BYTES or high > self.size:
             raise Fault(
+                "out-of-bounds",
                 f"access of shared memory at [{low:#x}, {high:#x}); "
-                f"the CTA has [{SYSTEM_SHARED_BYTES:#x}, {self.size:#x})"
+                f"the CTA has [{SYSTEM_SHARED_BYTES:#x}, {self.size:#x})",
             )
 
     def _indices(self, offsets: np.ndarray, width: int, count: int) -> np.ndarray:
@@ -246,7 +260,10 @@ class LocalMemory:
         """The indices of bytes. Raises Fault for accesses that are misaligned or out of bounds."""
         _check_alignment(offsets, size, "local")
         if int(offsets.max()) + size > self.bytes.shape[1]:
-            raise Fault(f"access of local memory at {int(offsets.max()):#x}; a thread has {self.bytes.shape[1]} bytes")
+            raise Fault(
+                "out-of-bounds",
+                f"access of local memory at {int(offsets.max()):#x}; a thread has {self.bytes.shape[1]} bytes",
+            )
         return threads[:, None], offsets[:, None].astype(np.intp) + np.arange(size)
 
     def load(self, threads: np.ndarray, offsets: np.ndarray, size: int) -> np.ndarray:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from quackish.emulator.advice import Access, barrier_between
 from quackish.emulator.clocks import (
     GLOBAL,
     GRANULE,
@@ -26,13 +27,16 @@ from quackish.emulator.clocks import (
     Shadow,
     Threads,
     joined,
+    one_of_each,
     threads_of,
 )
 from quackish.emulator.errors import Fault
 
 
 class AsyncRaces:
-    """The accesses of memory of one CTA by asynchronous work. Methods raise Fault for a race."""
+    """The accesses of memory of one CTA by asynchronous work. Methods report races to `grid.found`."""
+
+    rule = ""  # which races here break
 
     def __init__(self, races: "Races", cta: Any, size: int):
         self.races, self.cta = races, cta
@@ -58,8 +62,8 @@ class AsyncRaces:
         if late.any():
             late &= ~self._in_order(shadow.components(), component)
         if late.any():
-            i, column = np.argwhere(late)[0]
-            self._raise(granules[i], "writes", "asynchronous work", found[i, column], "read")
+            for i, column in one_of_each(found, late):
+                self._found(granules[i], "writes", "asynchronous work", found[i, column], "read")
         shadow.writes[granules] = self._async_event(component, epoch)
 
     def _async_event(self, component: int, epoch: int) -> int:
@@ -74,8 +78,8 @@ class AsyncRaces:
         if late.any():
             late &= ~self._in_order(events.component[found], component)
         if late.any():
-            i = int(np.argmax(late))
-            self._raise(granules[i], verb, "asynchronous work", found[i], "write")
+            for (i,) in one_of_each(found, late):
+                self._found(granules[i], verb, "asynchronous work", found[i], "write")
         return found
 
     def _in_order(self, earlier: np.ndarray, component: int) -> np.ndarray:
@@ -92,14 +96,25 @@ class AsyncRaces:
         """The place of a granule in words."""
         raise NotImplementedError
 
-    def _raise(self, granule: int, verb: str, by: str, event: int, other: str) -> None:
-        """Raises the Fault. verb: "reads" or "writes"; other: what the earlier event does, read or write."""
+    def _found(self, granule: int, verb: str, by: str, event: int, other: str, warp: int | None = None) -> None:
+        """Reports a race. verb: "reads" or "writes"; other: what the earlier event does, read or write.
+
+        warp: the component of the warp that accesses memory now; None for asynchronous work
+        """
         events = self.races.events
         if events.is_async[event]:
             why = f"and nothing has waited for the end of asynchronous work that {other}s it"
         else:
             why = f"and no barrier, mbarrier or fence puts this after the {other} of it by warp {self._warp(event)}"
-        raise Fault(f"race: {by} {verb} {self._where(granule)}, {why}\n  the {other} is of {events.describe(event)}")
+        self.races.grid.found(
+            Fault(
+                self.rule,
+                f"{by} {verb} {self._where(granule)}, {why}",
+                advice="" if warp is None else self.races.advice(self.cta.cluster, warp, event),
+                second=events.place(event),
+                second_is=f"the {other}",
+            )
+        )
 
     def _warp(self, event: int) -> str:
         """The warp of an event and its CTA in words."""
@@ -109,6 +124,8 @@ class AsyncRaces:
 
 class SharedRaces(AsyncRaces):
     """The accesses of the shared memory of one CTA. `races` knows who accesses it now."""
+
+    rule = "shared-race"
 
     def __init__(self, races: "Races", cta: Any):
         super().__init__(races, cta, cta.shared.size)
@@ -154,9 +171,12 @@ class SharedRaces(AsyncRaces):
         shadow.write_lanes[granules] = threads.lane[:, None]
         if len(numbers) > 1 and (shadow.writes[granules] != mine).any():
             i, j = np.argwhere(shadow.writes[granules] != mine)[0]
-            raise Fault(
-                f"race: {self._thread(threads, i)} and warp {self._warp(shadow.writes[granules[i, j]])} write "
-                f"{self._where(granules[i, j])}, and nothing orders these writes"
+            self.races.grid.found(
+                Fault(
+                    self.rule,
+                    f"{self._thread(threads, i)} and warp {self._warp(shadow.writes[granules[i, j]])} write "
+                    f"{self._where(granules[i, j])}, and nothing orders these writes",
+                )
             )
 
     def change(self, offsets: np.ndarray, size: int) -> None:
@@ -204,8 +224,8 @@ class SharedRaces(AsyncRaces):
         if is_atomic and late.any():
             late &= ~events.is_atomic[found]
         if late.any():
-            i, j = np.argwhere(late)[0]
-            self._raise(granules[i, j], verb, self._thread(threads, i), found[i, j], "write")
+            for i, j in one_of_each(found, late):
+                self._found(granules[i, j], verb, self._thread(threads, i), found[i, j], "write", actor[i, 0])
 
     def _check_reads(self, granules: np.ndarray, threads: Threads, rank_warp: int) -> None:
         """Checks that the last reads of granules precede the threads' writes."""
@@ -227,8 +247,8 @@ class SharedRaces(AsyncRaces):
                 & (lane >= 0)
             )
         if late.any():
-            i, j, column = np.argwhere(late)[0]
-            self._raise(granules[i, j], "writes", self._thread(threads, i), found[i, j, column], "read")
+            for i, j, column in one_of_each(found, late):
+                self._found(granules[i, j], "writes", self._thread(threads, i), found[i, j, column], "read", actor[i])
 
     @staticmethod
     def _thread(threads: Threads, i: int) -> str:
@@ -249,9 +269,14 @@ class SharedRaces(AsyncRaces):
         late = (events.epoch[found] > seen[events.component[found]]) & ~events.is_async[found]
         if late.any():
             i = int(np.argmax(late))
-            raise Fault(
-                f"the async proxy reads {self._where(granules[i])}, and no fence.proxy.async is between this and the "
-                f"write of it by a thread of warp {self._warp(found[i])}\n  the write is of {events.describe(found[i])}"
+            self.races.grid.found(
+                Fault(
+                    "proxy-fence",
+                    f"the async proxy reads {self._where(granules[i])}, and no fence.proxy.async is between this and "
+                    f"the write of it by a thread of warp {self._warp(found[i])}",
+                    second=events.place(found[i]),
+                    second_is="the write",
+                )
             )
 
 
@@ -262,6 +287,13 @@ class Races:
         self.grid = grid
         self.events = Events()
         self.groups: dict[Hashable, int] = {}  # owner -> how many groups it has committed
+
+    def advice(self, cluster: Any, warp: int, event: int) -> str:
+        """Where a barrier belongs between an event and what a warp does now; "" for asynchronous work."""
+        if self.events.is_async[event]:
+            return ""
+        now, earlier = self.grid.place()(), self.events.place(event)
+        return barrier_between(cluster, Access(int(warp), now), Access(int(self.events.component[event]), earlier))
 
     # Who acts now
 
@@ -330,7 +362,12 @@ class Races:
                 if barrier.cta is lanes.cta
                 else "fence.mbarrier_init and a barrier of the cluster, or one with .release, must be in between"
             )
-            raise Fault(f"{lanes.describe()} may use an mbarrier before its mbarrier.init: {how}: {barrier}")
+            self.grid.found(
+                Fault(
+                    "mbarrier-init-race",
+                    f"{lanes.describe()} may use an mbarrier before its mbarrier.init: {how}: {barrier}",
+                )
+            )
         barrier.users.add(user)
 
     def fence(self, lanes: Any, opcode: str) -> None:

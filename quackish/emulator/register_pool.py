@@ -80,4 +80,4 @@ class RegisterPool:
 
 def _check(count: int) -> None:
     if not 24 <= count <= MOST or count % 8:  # PTX, setmaxnreg
-        raise Fault(f"setmaxnreg of {count} registers; valid are multiples of 8 from 24 to {MOST}")
+        raise Fault("invalid-operand", f"setmaxnreg of {count} registers; valid are multiples of 8 from 24 to {MOST}")

@@ -88,13 +88,14 @@ class TensorMap:
     def window(self, coordinates: tuple[int, ...]) -> Window:
         """The part of a box at `coordinates` that is inside the tensor; without rows if none is."""
         if len(coordinates) != self.rank:
-            raise Fault(f"{len(coordinates)} coordinates for a tensor map of rank {self.rank}: {self}")
+            raise Fault("tensor-map", f"{len(coordinates)} coordinates for a tensor map of rank {self.rank}: {self}")
         # "The address of the bounding Box must also be aligned to 16 bytes." (PTX, bounding box) Otherwise an H200 ends
         # with an illegal instruction. The tensor's address and its strides are multiples of 16.
         if coordinates[0] * self.element_bytes % 16:
             raise Fault(
+                "tensor-map",
                 f"a box of a tensor map begins at {coordinates}: its first coordinate is at byte "
-                f"{coordinates[0] * self.element_bytes} of a row; expected a multiple of 16 bytes: {self}"
+                f"{coordinates[0] * self.element_bytes} of a row; expected a multiple of 16 bytes: {self}",
             )
         spans = []
         for start, box, size in zip(coordinates, self.box, self.sizes, strict=True):
@@ -122,7 +123,7 @@ class TensorMap:
         """Writes the bytes of a box, or adds their numbers. Bytes past the ends of the tensor are dropped."""
         # The manual allows it, but an H200 ends with an illegal instruction. Loads may begin before the tensor.
         if min(coordinates) < 0:
-            raise Fault(f"a store of a box at {coordinates}, which begins before the tensor: {self}")
+            raise Fault("tensor-map", f"a store of a box at {coordinates}, which begins before the tensor: {self}")
         window = self.window(coordinates)
         if window.addresses.size and window.row_bytes:
             addresses = window.addresses.ravel()
@@ -135,7 +136,9 @@ class TensorMap:
         """Where shared memory has each byte of a box that begins at `offset`, in the box's order."""
         # A multiple of 128. (CUDA Programming Guide, the table of alignments of multi-dimensional bulk copies)
         if offset % 128:
-            raise Fault(f"a box of a tensor map at {offset:#x} in shared memory, which is not a multiple of 128")
+            raise Fault(
+                "misaligned", f"a box of a tensor map at {offset:#x} in shared memory, which is not a multiple of 128"
+            )
         return _box_offsets(self.box_bytes, offset % 1024, self.swizzle) + (offset - offset % 1024)
 
     def _added(self, old: np.ndarray, new: np.ndarray) -> np.ndarray:
@@ -165,7 +168,7 @@ def _decode(data: bytes) -> TensorMap:
     rank = (flags >> 4 & 7) + 1
     element = _ELEMENTS.get(flags >> 7 & 15)
     if not flags or rank > 5:
-        raise Fault(f"the bytes at the address of a tensor map are none: {data[:16].hex()}...")
+        raise Fault("tensor-map", f"the bytes at the address of a tensor map are none: {data[:16].hex()}...")
     if element is None:
         raise NotImplementedError(f"a tensor map of elements of type {flags >> 7 & 15}; known: {_ELEMENTS}")
     if unknown or words[6] >> 32 & 0xFFFFFF or words[7] >> 32:
@@ -191,13 +194,17 @@ def _decode(data: bytes) -> TensorMap:
 def _check(tensor_map: TensorMap) -> None:
     """Raises Fault for what the driver refuses."""
     if tensor_map.address % 16:
-        raise Fault(f'"globalAddress [...] must be 16 byte aligned": {tensor_map}')
+        raise Fault("tensor-map", f'"globalAddress [...] must be 16 byte aligned": {tensor_map}')
     inner = tensor_map.byte_shape[-1]
     if inner % 16:
-        raise Fault(f'"boxDim[0] * elementSizeInBytes( tensorDataType ) must be a multiple of 16 bytes": {tensor_map}')
+        raise Fault(
+            "tensor-map",
+            f'"boxDim[0] * elementSizeInBytes( tensorDataType ) must be a multiple of 16 bytes": {tensor_map}',
+        )
     if tensor_map.swizzle is not Swizzle.NONE and inner > tensor_map.swizzle.span:
         raise Fault(
-            f'"the bounding box inner dimension [...] must be less than or equal to the swizzle size": {tensor_map}'
+            "tensor-map",
+            f'"the bounding box inner dimension [...] must be less than or equal to the swizzle size": {tensor_map}',
         )
     if tensor_map.swizzle is not Swizzle.NONE and inner < tensor_map.swizzle.span:
         raise NotImplementedError(f"a box that is narrower than its swizzle: {tensor_map}")

@@ -45,14 +45,19 @@ class Share:
         if not self.has_permit:
             # "it is illegal for a CTA to perform tcgen05.alloc after any of its constituent threads execute
             # tcgen05.relinquish_alloc_permit."
-            raise Fault("tcgen05.alloc after tcgen05.relinquish_alloc_permit")
+            raise Fault("tensor-allocation", "tcgen05.alloc after tcgen05.relinquish_alloc_permit")
         # "The number of columns must be a power of 2. The operand nCols must be within the range [32, 512]."
         if not 32 <= count <= COLUMNS or count & (count - 1):
-            raise Fault(f"tcgen05.alloc of {count} columns; valid are powers of 2 from 32 to {COLUMNS}")
+            raise Fault(
+                "tensor-allocation", f"tcgen05.alloc of {count} columns; valid are powers of 2 from 32 to {COLUMNS}"
+            )
         # "The number of columns allocated should not increase between any two allocations in the execution order
         # within the CTA."
         if count > self.last_count:
-            raise Fault(f"tcgen05.alloc of {count} columns after one of {self.last_count}; they may not increase")
+            raise Fault(
+                "tensor-allocation",
+                f"tcgen05.alloc of {count} columns after one of {self.last_count}; they may not increase",
+            )
 
     def allocate(self, column: int, count: int) -> None:
         """Gives free columns to the CTA, and poisons them."""
@@ -67,7 +72,7 @@ class Share:
         """Frees an allocation, and lets warps that wait for columns try again."""
         # "The operand taddr must point to a previous Tensor Memory allocation."
         if self.allocated.get(column) != count:
-            raise Fault(f"tcgen05.dealloc of {count} columns at {column}; {self._has()}")
+            raise Fault("tensor-allocation", f"tcgen05.dealloc of {count} columns at {column}; {self._has()}")
         del self.allocated[column]
         self.memory.owners[column : column + count] = [None] * count
         self.cta.grid.num_events += 1
@@ -80,7 +85,8 @@ class Share:
         end = column + count
         if lane >= LANES or end > COLUMNS or any(owner is not self.cta for owner in self.memory.owners[column:end]):
             raise Fault(
-                f"access of tensor memory at lane {lane}, columns {column} to {end - 1}, of {self.cta}; {self._has()}"
+                "out-of-bounds",
+                f"access of tensor memory at lane {lane}, columns {column} to {end - 1}, of {self.cta}; {self._has()}",
             )
 
     def _has(self) -> str:
@@ -91,7 +97,7 @@ class Share:
         # "All of the Tensor Memory that was allocated using tcgen05.alloc instruction in a kernel, must be explicitly
         # deallocated using tcgen05.dealloc before the kernel exits."
         if self.allocated:
-            raise Fault(f"{self.cta} exits without tcgen05.dealloc; {self._has()}")
+            raise Fault("tensor-allocation", f"{self.cta} exits without tcgen05.dealloc; {self._has()}")
 
 
 def share_of(cta: Cta) -> Share:
@@ -108,10 +114,12 @@ def peer_of(cta: Cta) -> Cta:
     """
     rank = cta.rank ^ 1
     if rank >= cta.cluster.size:
-        raise Fault(f".cta_group::2 in {cta.describe()}, which has no peer CTA in a cluster of {cta.cluster.size}")
+        raise Fault(
+            "cta-pair", f".cta_group::2 in {cta.describe()}, which has no peer CTA in a cluster of {cta.cluster.size}"
+        )
     peer = cta.cluster.ctas[rank]
     if peer.sm == cta.sm:  # which no GPU does: each CTA of a pair has the tensor memory of an SM
-        raise Fault(f"both CTAs of a pair are on SM {cta.sm}; emulate a GPU with two or more SMs")
+        raise Fault("cta-pair", f"both CTAs of a pair are on SM {cta.sm}; emulate a GPU with two or more SMs")
     return peer
 
 
@@ -122,7 +130,7 @@ def pair_of(cta: Cta) -> list[Cta]:
         # "When the current CTA issues the operation, the peer CTA should be active and should not have exited."
         # (Issue Granularity)
         if not member.live:
-            raise Fault(f".cta_group::2 in {cta.describe()}, whose peer CTA has exited")
+            raise Fault("cta-pair", f".cta_group::2 in {cta.describe()}, whose peer CTA has exited")
     return pair
 
 

@@ -15,6 +15,8 @@ GROUP = 16  # lanes that instructions access together
 class TensorRaces(AsyncRaces):
     """The accesses of the tensor memory that one CTA has allocated. A granule is a column of a group of lanes."""
 
+    rule = "tensor-race"
+
     def __init__(self, races: Races, cta: Any):
         super().__init__(races, cta, LANES // GROUP * COLUMNS * GRANULE)
 
@@ -66,16 +68,21 @@ class TensorRaces(AsyncRaces):
     # Allocation
 
     def free(self, column: int, count: int, warp: int) -> None:
-        """A warp frees columns. Raises Fault if work may still access them."""
+        """A warp frees columns. Reports work that may still access them."""
         granules, events = self.granules(np.arange(LANES), column, count), self.races.events
         width = len(self.shadow.columns)
         found = np.concatenate([self.shadow.writes[granules, None], self.shadow.reads[granules, :width]], axis=1)
         late = events.epoch[found] > self.clocks.seen[ORDERED, warp, events.component[found]]
         if late.any():
             i, j = np.argwhere(late)[0]
-            raise Fault(
-                f"tcgen05.dealloc of {self._where(granules[i])}, and nothing has waited for the end of work that "
-                f"accesses it\n  the work is of {events.describe(found[i, j])}"
+            self.races.grid.found(
+                Fault(
+                    self.rule,
+                    f"tcgen05.dealloc of {self._where(granules[i])}, and nothing has waited for the end of work that "
+                    "accesses it",
+                    second=events.place(found[i, j]),
+                    second_is="the work",
+                )
             )
         self.shadow.writes[granules] = 0
         self.shadow.reads[granules] = 0

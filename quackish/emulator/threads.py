@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from quackish.emulator.errors import Place
 from quackish.emulator.memory import POISON, LocalMemory, SharedMemory
-from quackish.emulator.races import SharedRaces
 from quackish.emulator.register_pool import RegisterPool, registers_at_launch
 from quackish.emulator.tensor_races import TensorRaces
 from quackish.emulator.wgmma_registers import WgmmaRegisters
@@ -137,6 +137,12 @@ def warp_masks(mask: int) -> list[int]:
     return masks
 
 
+def count_of_warp(masks: list[int], warp: int) -> int:
+    """How many masks have a thread of a warp."""
+    whole = warp_mask(warp)
+    return sum(1 for mask in masks if mask & whole)
+
+
 @functools.lru_cache(65536)
 def whole_warps(mask: int) -> int:
     """The mask of all threads of the warps that have a thread in `mask`."""
@@ -147,6 +153,27 @@ def whole_warps(mask: int) -> int:
 def num_warps(mask: int) -> int:
     """The number of warps that have a thread in `mask`."""
     return len(warp_masks(mask))
+
+
+def place_of(lanes: "Lanes", block: int, step: int, count: int | None = None) -> Place:
+    """The place of an instruction of a block, for the threads that execute it.
+
+    count: how often threads of the CTA had executed the block then; by default, until now
+    """
+    cta = lanes.cta
+    instruction, warps = cta.grid.program.blocks[block].instructions[step], lanes.warps()
+    file, _, line = instruction.source.rpartition(":")
+    return Place(
+        file=file,
+        line=int(line or 0),
+        ptx_line=instruction.line,
+        instruction=instruction.text[:120],
+        cta=cta.index,
+        rank=cta.rank if cta.cluster.size > 1 else None,
+        warps=tuple(warps),
+        threads=lanes.describe(),
+        execution=count_of_warp(cta.executed[block][:count], warps[0]),
+    )
 
 
 @dataclasses.dataclass
@@ -180,9 +207,9 @@ class Cta:
         self.register_pool = RegisterPool(self, registers_at_launch(directives, self.num_threads, grid.gpu))
         self.shared = SharedMemory(grid.shared_bytes)
         self.local = LocalMemory(self.num_threads, grid.program.local_bytes)
-        self.shared.races = SharedRaces(grid.races, self)
+        self.shared.races = grid.shared_races(grid.races, self)
         self.tensor_races = TensorRaces(grid.races, self)
-        self.wgmma_registers = WgmmaRegisters(self.num_warps)
+        self.wgmma_registers = WgmmaRegisters(self.num_warps, grid.found)
         self.special = special_registers(grid, cluster, rank, index)
         self.fragments: dict[int, int] = {0: self.all_threads}  # block -> threads that are at its beginning
         self.parked: list[Parked] = []
@@ -198,6 +225,7 @@ class Cta:
         self.saw_no_cluster = False  # see isa.launch_control
         self.pending_loads: dict[int, list] = {}  # warp -> late_loads.Load, oldest first
         self.block = 0  # the block that runs now
+        self.executed: list[list[int]] = [[] for _ in grid.program.blocks]  # the threads of each execution of a block
         self.lets_next_begin = False  # a thread has executed griddepcontrol.launch_dependents
         self._lanes: dict[int, Lanes] = {}
 
@@ -215,6 +243,15 @@ class Cta:
                 self._lanes.clear()
             lanes = self._lanes[mask] = Lanes(self, mask)
         return lanes
+
+    def executions(self, warp: int, ptx_line: int, now: int = 0) -> int:
+        """How often a warp has executed the instruction at a line of the PTX.
+
+        now: the line that the warp executes now, if it does; the lines behind it in its block are still to come
+        """
+        blocks = self.grid.program.blocks
+        at = next(i for i, block in enumerate(blocks) if any(x.line == ptx_line for x in block.instructions))
+        return count_of_warp(self.executed[at], warp) - (at == self.block and 0 < now < ptx_line)
 
     @property
     def live(self) -> int:

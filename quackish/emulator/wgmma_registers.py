@@ -4,7 +4,7 @@ import collections
 from collections.abc import Callable
 from typing import NamedTuple
 
-from quackish.emulator.errors import Fault
+from quackish.emulator.errors import Fault, Place
 from quackish.emulator.ptx import Entry, Register, Vector
 
 WARPS = 4  # warps per warp group
@@ -17,7 +17,7 @@ class Product(NamedTuple):
     accumulator: int
     a: int  # the registers of matrix A, if it is in registers
     shape: str
-    place: Callable[[], str]
+    place: Callable[[], Place]
 
 
 def bits_of_registers(entry: Entry) -> dict[str, int]:
@@ -44,7 +44,9 @@ def registers_of(operands: tuple) -> list[str]:
 class WgmmaRegisters:
     """The registers of one CTA's warp groups."""
 
-    def __init__(self, num_warps: int):
+    def __init__(self, num_warps: int, found: Callable[[Fault], None]):
+        """found: gets the faults, and raises most of them"""
+        self._found = found
         # Registers that were accessed since the last wgmma.fence, of each warp. "The wgmma.fence instruction must be
         # issued by all warps of the warpgroup [...] Before the first wgmma.mma_async operation in a warpgroup."
         self.unfenced = [_ALL] * num_warps
@@ -64,18 +66,23 @@ class WgmmaRegisters:
                 self.unfenced[warp] |= bits
 
     def _in_use(self, group: int, bits: int) -> None:
-        """Raises the Fault about an access of a pending product's register."""
+        """Reports an access of a pending product's register."""
         # "Accessing the accumulator register or the input register containing the fragments of matrix A of a
         # wgmma.mma_async instruction without first performing a wgmma.wait_group instruction that waits on a
         # wgmma-group including that wgmma.mma_async instruction is undefined behavior." (PTX, wgmma.wait_group)
         product = next(product for product in self._pending(group) if (product.accumulator | product.a) & bits)
-        raise Fault(
-            "a register of a wgmma that may not be complete is accessed; a wgmma.wait_group of its group must be in "
-            f"between\n  the wgmma is of {product.place()}"
+        self._found(
+            Fault(
+                "wgmma-registers",
+                "a register of a wgmma that may not be complete is accessed; a wgmma.wait_group of its group must be "
+                "in between",
+                second=product.place(),
+                second_is="the wgmma",
+            )
         )
 
     def issue(self, group: int, product: Product) -> None:
-        """Adds a pending product. Raises Fault if a fence or a wait is missing before it."""
+        """Adds a pending product. Reports a fence or a wait that is missing before it."""
         # "Between a register access by a thread in the warpgroup and any wgmma.mma_async instruction that accesses the
         # same registers, either as accumulator or input register containing fragments of matrix A, except when these
         # are accumulator register accesses across multiple wgmma.mma_async instructions of the same shape."
@@ -83,16 +90,22 @@ class WgmmaRegisters:
         for warp in range(WARPS * group, WARPS * group + WARPS):
             if self.unfenced[warp] & (product.accumulator | product.a):
                 why = "it is the first one" if self.unfenced[warp] == _ALL else "its registers were accessed before"
-                raise Fault(f"a wgmma needs a wgmma.fence before it, because {why}, in warp {warp}")
+                self._found(
+                    Fault("wgmma-fence", f"a wgmma needs a wgmma.fence before it, because {why}, in warp {warp}")
+                )
         if self.busy[group] & (product.accumulator | product.a):
             for other in self._pending(group):
                 if other.accumulator & product.a or other.a & product.accumulator:
                     self._in_use(group, product.accumulator | product.a)
                 if other.accumulator & product.accumulator and other.shape != product.shape:
-                    raise Fault(
-                        f"a wgmma of shape {product.shape} uses the accumulator of a pending one of shape "
-                        f"{other.shape}: a wgmma.wait_group and a wgmma.fence must be in between\n"
-                        f"  it is of {other.place()}"
+                    self._found(
+                        Fault(
+                            "wgmma-registers",
+                            f"a wgmma of shape {product.shape} uses the accumulator of a pending one of shape "
+                            f"{other.shape}: a wgmma.wait_group and a wgmma.fence must be in between",
+                            second=other.place(),
+                            second_is="the pending one",
+                        )
                     )
         self.open[group].append(product)
         self.busy[group] |= product.accumulator | product.a

@@ -27,6 +27,18 @@ def launch(
     completion="at_once", seed=0, cooperative=False,
 ):  # fmt: skip
     """Runs the only entry of `text`, with ints and addresses of numpy arrays as parameters. Returns its report."""
+    report = record(
+        text, *arguments, grid=grid, block=block, cluster=cluster, shared_bytes=shared_bytes, gpu=gpu,
+        cooperative=cooperative, completion=completion, seed=seed,
+    )  # fmt: skip
+    return report.launches[0]
+
+
+def record(
+    text, *arguments, grid=(1, 1, 1), block=(32, 1, 1), cluster=(1, 1, 1), shared_bytes=0, gpu=H200, cooperative=False,
+    **settings,
+):  # fmt: skip
+    """As `launch`, with settings of `emulator.record`. Returns the whole report."""
     (entry,) = ptx.parse(text).entries.values()
     values = [argument.ctypes.data if isinstance(argument, np.ndarray) else argument for argument in arguments]
     parameters = bytearray(entry.parameter_bytes)
@@ -36,10 +48,10 @@ def launch(
         for argument in arguments:
             if isinstance(argument, np.ndarray):
                 stack.enter_context(emulator.register(argument.ctypes.data, argument.nbytes))
-        report = stack.enter_context(emulator.record(completion, seed))
-        settings = Launch(entry.name, grid, block, cluster, shared_bytes, cooperative)
-        emulator.run(decode.decode(entry), settings, bytes(parameters), gpu)
-    return report.launches[0]
+        report = stack.enter_context(emulator.record(**settings))
+        how = Launch(entry.name, grid, block, cluster, shared_bytes, cooperative)
+        emulator.run(decode.decode(entry), how, bytes(parameters), gpu)
+    return report
 
 
 def kernel(body, parameters="", registers="", shared="", target="sm_90a", directives=""):

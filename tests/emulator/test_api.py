@@ -85,6 +85,19 @@ def test_an_object_with_tuples_dataclasses_and_defaults():
     assert is_scaled(x, y, 6)
 
 
+def test_a_fault_names_the_tensor():
+    x, y = tensors()
+    short, stream = y[:280].clone(), CUstream(0)
+    calls = {
+        "y": (jit_functions.scale, (x, y, ONE, stream), (x, short, 2.0, stream)),
+        "tensors.y": (ScaleBySettings(0), (Tensors(x, y), Options(ONE)), (Tensors(x, short), Options(2.0))),
+    }
+    for name, (function, compiled_with, arguments) in calls.items():
+        with pytest.raises(emulator.Fault, match="of the nearest one, which has 560 bytes") as fault:
+            emulator.compile(function, *compiled_with, gpu="b200")(*arguments)
+        assert fault.value.tensor == name
+
+
 def test_host_code_still_checks_arguments():
     scale = emulator.compile(jit_functions.scale, *fake(), ONE, ENV_STREAM, gpu="h100")
     x, y = tensors()

@@ -5,6 +5,7 @@ Tests of numbers run in the emulator too, next to the paths of the other kernels
 
 import builtins
 import dataclasses
+import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -304,6 +305,7 @@ def test_the_command(capsys):
     first_words = [line.split()[0] for line in lines if line and not line.startswith("-")]
     assert first_words[1:6] == ["result", "y", "dx", "dweight", "MMAs"]
     assert first_words[6::2] == ["rms_norm_fwd,", "rms_norm_bwd,"]
+    assert {line.split()[-1] for line in lines[4:7]} == {"ok"}
     forward = lines.index("rms_norm_fwd, grid 3, cluster 1")
     assert lines[forward + 1].split()[:2] == ["0", str(24 * 256 * 2 * 2)]  # MMAs, bytes read
 
@@ -314,11 +316,23 @@ def test_the_command_reports_wrong_results_and_faults(monkeypatch, capsys):
     assert "WRONG" in capsys.readouterr().out
 
     def fail(*args):
-        raise Fault("a mistake")
+        raise Fault("deadlock", "a mistake")
 
     monkeypatch.setattr("quackish.emulator.grid.Grid.run", fail)
     assert main("emulate rms_norm 4x256".split()) == 1
     assert "a mistake" in capsys.readouterr().out
+    assert main("emulate rms_norm 4x256 --json".split()) == 1
+    fault = json.loads(capsys.readouterr().out)["fault"]
+    assert (fault["rule"], fault["message"]) == ("deadlock", "a mistake")
+    assert fault["launch"]["kernel"].startswith("rms_norm_fwd, RmsNormFwd")
+
+
+def test_the_command_prints_json(capsys):
+    assert main("emulate rms_norm 4x256 --json".split()) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert [(row["result"], row["ok"]) for row in printed["results"]] == [("y", True), ("dx", True), ("dweight", True)]
+    assert [launch["kernel"] for launch in printed["launches"]] == ["rms_norm_fwd", "rms_norm_bwd"]
+    assert printed["findings"] == []
 
 
 @pytest.mark.parametrize(

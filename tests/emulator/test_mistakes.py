@@ -185,7 +185,8 @@ def test_a_fault_says_how_to_repeat_it(source_lines):
         with substitute("cpu", device), pytest.raises(emulator.Fault) as fault:
             quackish.grouped_mm(a, b, ends)
     for part in (
-        "CTA (0, 1, 0), rank 1 of its cluster, warp 0: waits for", "8 arrivals and 0 bytes pending", "PTX line",
+        "3 CTAs, (0, 1, 0), (0, 1, 1), (0, 1, 2), rank 1 of their clusters, warp 0 of each: waits for",
+        "8 arrivals and 0 bytes pending", "PTX line",
         "grouped_sm90.py:", "kernel grouped_gemm", "H100 with 132 SMs",
         "with quackish.emulate(gpu='h100', completion='at_once', seed=7)",
     ):  # fmt: skip

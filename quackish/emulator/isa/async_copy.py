@@ -16,7 +16,10 @@ from quackish.emulator.threads import WARP
 
 def _check_bulk(source, destination, size):
     if (source | destination | size) % 16:
-        raise Fault(f"cp.async.bulk of {size} bytes from {source:#x} to {destination:#x}; all must be multiples of 16")
+        raise Fault(
+            "misaligned",
+            f"cp.async.bulk of {size} bytes from {source:#x} to {destination:#x}; all must be multiples of 16",
+        )
 
 
 @action("cp.async.bulk.shared::{cluster,cta}.global.mbarrier::complete_tx::bytes", "[u32], [u64], u32, [u32]")
@@ -55,7 +58,7 @@ def bulk_copy_between_ctas(lanes, destinations, sources, sizes, barriers):
         _check_bulk(source, destination, size)
         cta, target, barrier = lanes.cta, cta_of(lanes, destination), mbarrier_at(lanes, barrier_address)
         if cta_of(lanes, barrier_address) is not target:
-            raise Fault("cp.async.bulk: the mbarrier is not in the CTA of the destination")
+            raise Fault("wrong-cta", "cp.async.bulk: the mbarrier is not in the CTA of the destination")
         offset, races = destination & OFFSET_MASK, cta.grid.races
         place, data = target.shared.bytes_at(offset, size), cta.shared.bytes_at(source & OFFSET_MASK, size)
         component = cta.cluster.clocks.component(barrier)
@@ -179,12 +182,12 @@ def _async_store(lanes, thread, address, values, barrier_address):
     # "The number of CTAs within the cluster is strictly greater than one" (PTX, st.async). Otherwise an H200 ends with
     # an illegal instruction.
     if lanes.cta.cluster.size == 1:
-        raise Fault("st.async in a cluster of one CTA; it needs two or more")
+        raise Fault("wrong-cta", "st.async in a cluster of one CTA; it needs two or more")
     # The destination and the mbarrier "belong to the same CTA". (PTX, st.async)
     if cta_of(lanes, barrier_address) is not target:
-        raise Fault("st.async: the mbarrier is not in the CTA of the destination")
+        raise Fault("wrong-cta", "st.async: the mbarrier is not in the CTA of the destination")
     if address % size:
-        raise Fault(f"misaligned access of {size} bytes of shared memory at {address:#x}")
+        raise Fault("misaligned", f"misaligned access of {size} bytes of shared memory at {address:#x}")
     barrier, offset = mbarrier_at(lanes, barrier_address), address & OFFSET_MASK
     place = target.shared.bytes_at(offset, size)
     lanes.cta.grid.races.copy_to(target, target.shared.races.granules(offset, size), thread, lanes.cta, barrier)
@@ -212,7 +215,7 @@ def _tensor_map(lanes, address):
     grid = lanes.cta.grid
     # A tensor map is aligned to 64 bytes. (CUDA driver API, cuTensorMapEncodeTiled)
     if address % 64:
-        raise Fault(f"a tensor map at {address:#x}, which is not a multiple of 64")
+        raise Fault("misaligned", f"a tensor map at {address:#x}, which is not a multiple of 64")
     if address >= PARAMETER_WINDOW:
         offset = address - PARAMETER_WINDOW
         return tensor_map.decode(grid.parameters[offset : offset + tensor_map.BYTES])
@@ -231,7 +234,7 @@ def _declare_tensor_load(rank):
             rank = destination >> RANK_SHIFT
             # The mbarrier is in the CTA of the destination, or with .cta_group::2 in that or its peer CTA.
             if (barrier >> RANK_SHIFT) // group != rank // group:
-                raise Fault(f"a copy to {destination:#x} with an mbarrier of another CTA, at {barrier:#x}")
+                raise Fault("wrong-cta", f"a copy to {destination:#x} with an mbarrier of another CTA, at {barrier:#x}")
             _load_box(lanes, i, tensors, barrier, destination, [rank], [barrier >> RANK_SHIFT])
 
     def multicast(lanes, destinations, tensors, barriers, masks, policies=None, group=1):

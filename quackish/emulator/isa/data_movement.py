@@ -119,10 +119,10 @@ def _declare_parameter_load(type_, count):
         data = np.frombuffer(lanes.cta.grid.parameters, np.uint8)
         misaligned = addresses[addresses % np.uint64(size) != 0]
         if misaligned.size:
-            raise Fault(f"misaligned access of {size} bytes of parameters at byte {misaligned[0]}")
+            raise Fault("misaligned", f"misaligned access of {size} bytes of parameters at byte {misaligned[0]}")
         last = int(addresses.max())
         if last + size > len(data):
-            raise Fault(f"ld.param of {size} bytes at byte {last} of {len(data)} bytes of parameters")
+            raise Fault("out-of-bounds", f"ld.param of {size} bytes at byte {last} of {len(data)} bytes of parameters")
         values = data[addresses[:, None].astype(np.intp) + np.arange(size)].view(dtype)
         return values[:, 0] if count == 1 else values.T
 
@@ -154,7 +154,9 @@ def offsets_in_cta(lanes, addresses):
     ranks = addresses >> np.uint32(RANK_SHIFT)
     if (ranks != lanes.cta.rank).any():
         other = int(addresses[ranks != lanes.cta.rank][0])
-        raise Fault(f"a shared::cta access of {other:#x}, which is in the CTA of rank {other >> RANK_SHIFT}")
+        raise Fault(
+            "wrong-cta", f"a shared::cta access of {other:#x}, which is in the CTA of rank {other >> RANK_SHIFT}"
+        )
     return addresses & np.uint32(OFFSET_MASK)
 
 
@@ -162,7 +164,7 @@ def cta_of(lanes, address):
     """The CTA that a shared::cluster address is in."""
     rank = address >> RANK_SHIFT
     if rank >= lanes.cta.cluster.size:
-        raise Fault(f"an address of rank {rank} in a cluster of {lanes.cta.cluster.size}")
+        raise Fault("wrong-cta", f"an address of rank {rank} in a cluster of {lanes.cta.cluster.size}")
     return lanes.cta.cluster.ctas[rank]
 
 
@@ -304,7 +306,7 @@ def prefetch(lanes, addresses):
 def _by_warp(lanes, values):
     """Reshapes values of threads to (warps, 32). Raises Fault if a warp is not complete."""
     if lanes.count % 32:
-        raise Fault(f"{lanes.count} threads execute an instruction for whole warps")
+        raise Fault("missing-threads", f"{lanes.count} threads execute an instruction for whole warps")
     return values.reshape(-1, 32)
 
 

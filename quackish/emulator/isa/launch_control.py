@@ -22,17 +22,23 @@ def _try_cancel(lanes, addresses, barriers, everywhere):
     # "If the executing CTA has already observed the completion of a clusterlaunchcontrol.try_cancel instruction as
     # failed, then the behavior of issuing a subsequent clusterlaunchcontrol.try_cancel instruction is undefined."
     if cta.saw_no_cluster:
-        raise Fault("clusterlaunchcontrol.try_cancel after a response that no cluster was canceled")
+        raise Fault("launch-control", "clusterlaunchcontrol.try_cancel after a response that no cluster was canceled")
     members = cta.cluster.ctas if everywhere else [cta]
     for thread, address, barrier_address in zip(
         lanes.threads.tolist(), addresses.tolist(), barriers.tolist(), strict=True
     ):
         # "Operand addr specifies the naturally aligned address of the 16-byte wide shared memory location"
         if address % BYTES:
-            raise Fault(f"clusterlaunchcontrol.try_cancel with a response at {address:#x}, not a multiple of {BYTES}")
+            raise Fault(
+                "misaligned",
+                f"clusterlaunchcontrol.try_cancel with a response at {address:#x}, not a multiple of {BYTES}",
+            )
         # "undefined if any CTA in the cluster is exited."
         if not all(member.live for member in members):
-            raise Fault("clusterlaunchcontrol.try_cancel.multicast::cluster::all after a CTA of the cluster has exited")
+            raise Fault(
+                "launch-control",
+                "clusterlaunchcontrol.try_cancel.multicast::cluster::all after a CTA of the cluster has exited",
+            )
         places = [member.shared.bytes_at(address & OFFSET_MASK, BYTES) for member in members]
         signaled = [mbarrier_at(lanes, member.rank << RANK_SHIFT | barrier_address & OFFSET_MASK) for member in members]
         for member, barrier in zip(members, signaled, strict=True):

@@ -33,7 +33,7 @@ def _arrive(lanes, numbers, count, following=None):
 def _one_count(counts):
     """The thread count of a barrier, which all threads must give alike."""
     if (counts != counts[0]).any():
-        raise Fault("threads of a warp give different thread counts to a barrier")
+        raise Fault("non-uniform", "threads of a warp give different thread counts to a barrier")
     return int(counts[0])
 
 
@@ -130,7 +130,7 @@ def mbarrier_init(lanes, addresses, counts):
 
 def _check_alignment(offset):
     if offset % 8:  # PTX, Size and alignment of mbarrier object
-        raise Fault(f"an mbarrier at {offset:#x}, which is not a multiple of 8")
+        raise Fault("misaligned", f"an mbarrier at {offset:#x}, which is not a multiple of 8")
 
 
 @action("mbarrier.inval.shared{,::cta}.b64", "[u32]")

@@ -63,9 +63,14 @@ class _Product:
         # Tensor Memory Datapath Lane Alignment: 0, and for layout F "0 or 16", "across matrices A, D"
         aligned = (0, 16) if (shape.m, ctas) == (64, 1) else (0,)
         if self.d.lane not in aligned:
-            raise Fault(f"tcgen05.mma of m = {shape.m} into lane {self.d.lane}; valid are {aligned}")
+            raise Fault(
+                "tensor-memory-lanes", f"tcgen05.mma of m = {shape.m} into lane {self.d.lane}; valid are {aligned}"
+            )
         if self.a_is_address and matrices.tensor_address(self.a).lane != self.d.lane:
-            raise Fault(f"tcgen05.mma with A at {self.a:#x} and D at lane {self.d.lane}: the lanes must be the same")
+            raise Fault(
+                "tensor-memory-lanes",
+                f"tcgen05.mma with A at {self.a:#x} and D at lane {self.d.lane}: the lanes must be the same",
+            )
         for cta in self.ctas:
             share_of(cta).check(self.d.lane, self.d.column, shape.n // (2 if (shape.m, ctas) == (128, 2) else 1))
 
@@ -157,7 +162,9 @@ def _use_collector(cta, usage):
     share = share_of(cta)
     # "This requires a previous fill to the collector buffer to be still valid."
     if usage in ("use", "lastuse") and not share.has_collected:
-        raise Fault(f"tcgen05.mma with .collector::a::{usage}, and no A was filled into the collector buffer")
+        raise Fault(
+            "collector", f"tcgen05.mma with .collector::a::{usage}, and no A was filled into the collector buffer"
+        )
     share.has_collected = usage in ("fill", "use")
 
 
@@ -170,7 +177,7 @@ def _declare_products(group, kind, collector, usage):
         def multiply(lanes, d, a, b, descriptors, masks, adds, scale=0, a_is_address=a_operand == "[u32]"):
             # "The valid range of values for argument scale-input-d is [0, 15]."
             if not 0 <= scale <= 15:
-                raise Fault(f"tcgen05.mma with scale-input-d {scale}; valid are 0 to 15")
+                raise Fault("invalid-operand", f"tcgen05.mma with scale-input-d {scale}; valid are 0 to 15")
             _multiply(lanes, group, kind, d, (a, a_is_address), b, descriptors, masks, adds, scale, usage)
 
         def multiply_all_lanes(lanes, d, a, b, descriptors, adds, scale=0, multiply=multiply):
@@ -249,8 +256,9 @@ def _place(warp, position, addresses, shape, fragment):
     starts = (first,) if shape == "32x32b" else (first, first + 16)
     if address.lane not in starts:
         raise Fault(
+            "tensor-memory-lanes",
             f"warp {number} accesses tensor memory from lane {address.lane} on; its lanes are {first} to {first + 31}, "
-            f"and .{shape} begins at {' or '.join(map(str, starts))}"
+            f"and .{shape} begins at {' or '.join(map(str, starts))}",
         )
     share_of(warp.cta).check(address.lane, address.column, fragment.width)
     return address

@@ -19,7 +19,9 @@ def by_warp(lanes):
         if lanes.mask & whole != whole:
             # "The behavior of the instruction is undefined if all the threads in the warp do not use the same values
             # of nCols, or if any thread in the warp has exited." The same is said of taddr at tcgen05.ld and .st.
-            raise Fault("a tcgen05 instruction of whole warps, of which a thread has exited or is missing")
+            raise Fault(
+                "missing-threads", "a tcgen05 instruction of whole warps, of which a thread has exited or is missing"
+            )
         yield lanes.cta.lanes(whole), position
         position += WARP
 
@@ -28,7 +30,7 @@ def uniform(values, position, what):
     """The one value of a warp whose threads begin at `position`. Raises Fault if there are several."""
     part = values[position : position + WARP]
     if (part != part[0]).any():
-        raise Fault(f"threads of a warp have different values of {what}")
+        raise Fault("non-uniform", f"threads of a warp have different values of {what}")
     return part[0].item()
 
 
@@ -36,7 +38,9 @@ def check_group(lanes, group):
     # "All tcgen05 instructions within a kernel must specify the same value for the .cta_group qualifier."
     grid = lanes.cta.grid
     if grid.cta_group not in (0, group):
-        raise Fault(f"a tcgen05 instruction with .cta_group::{group} after one with .cta_group::{grid.cta_group}")
+        raise Fault(
+            "cta-pair", f"a tcgen05 instruction with .cta_group::{group} after one with .cta_group::{grid.cta_group}"
+        )
     grid.cta_group = group
 
 
@@ -46,7 +50,7 @@ def shared_addresses(addresses):
     # behavior is undefined."
     shared = addresses - np.uint64(SHARED_WINDOW)
     if (shared >> np.uint64(32)).any():
-        raise Fault(f"generic address {int(addresses[0]):#x} is not one of shared memory")
+        raise Fault("out-of-bounds", f"generic address {int(addresses[0]):#x} is not one of shared memory")
     return shared.astype(np.uint32)
 
 
@@ -61,14 +65,18 @@ def _meet(lanes, following, what, operands):
     peer_of(cta)
     # "When .cta_group::2 is specified, the issuing warp must make sure that peer CTA is launched"
     if lanes.mask & ~cta.cluster.barrier.passed.get(cta.rank, 0):
-        raise Fault(f"tcgen05.{what} before a barrier of the cluster: the peer of {cta} may not have started")
+        raise Fault(
+            "cta-pair", f"tcgen05.{what} before a barrier of the cluster: the peer of {cta} may not have started"
+        )
     other = meetings.get(key)
     if other is None:
         parked = cta.park(lanes.mask, following, lambda: f"waits for its peer CTA to execute tcgen05.{what}")
         meetings[key] = Meeting(cta, parked, operands)
         return None
     if other.cta is cta:
-        raise Fault(f"a second warp of {cta} executes tcgen05.{what} while the first one waits for the peer CTA")
+        raise Fault(
+            "cta-pair", f"a second warp of {cta} executes tcgen05.{what} while the first one waits for the peer CTA"
+        )
     return other
 
 
@@ -117,7 +125,7 @@ def _allocate_pair(lanes, following, offset, count):
         return
     other_offset, other_count = other.operands
     if other_count != count:
-        raise Fault(f"the CTAs of a pair allocate {other_count} and {count} columns")
+        raise Fault("tensor-allocation", f"the CTAs of a pair allocate {other_count} and {count} columns")
     peer = share_of(other.cta)
     column = share.memory.first_free(count, peer.memory)
     if column is None:

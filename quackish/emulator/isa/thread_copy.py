@@ -93,10 +93,12 @@ def _issue(lanes, addresses, sources, size, sizes):
     """Checks the copies of an instruction and issues them. sizes: bytes per thread, at most `size`."""
     offsets = offsets_in_cta(lanes, addresses)
     if (sizes > size).any():
-        raise Fault(f'cp.async of {size} bytes: "src-size larger than cp-size results in undefined behavior"')
+        raise Fault(
+            "invalid-operand", f'cp.async of {size} bytes: "src-size larger than cp-size results in undefined behavior"'
+        )
     misaligned = (offsets | (sources % np.uint64(size)).astype(np.uint32)) % np.uint32(size) != 0
     if misaligned.any():
-        raise Fault(f"cp.async of {size} bytes from or to an address that is not a multiple of {size}")
+        raise Fault("misaligned", f"cp.async of {size} bytes from or to an address that is not a multiple of {size}")
     lanes.cta.shared.check(int(offsets.min()), int(offsets.max()) + size)
     # A race with threads that know of the instruction, and do not wait for the copy, is one of late completion alone.
     lanes.cta.shared.races.write(offsets, size)
@@ -111,7 +113,7 @@ def _declare(level, sizes):
 
     def copy(lanes, addresses, sources, size, source_sizes=None, policies=None):
         if size not in sizes:
-            raise Fault(f"cp.async.{level} of {size} bytes; valid are {', '.join(map(str, sizes))}")
+            raise Fault("invalid-operand", f"cp.async.{level} of {size} bytes; valid are {', '.join(map(str, sizes))}")
         _issue(lanes, addresses, sources, size, np.full(lanes.count, size) if source_sizes is None else source_sizes)
 
     def copy_with_policy(lanes, addresses, sources, size, policies):

@@ -39,7 +39,7 @@ def _check_members(lanes, members):
     # "The behavior [...] is undefined if the executing thread is not in the membermask." (PTX, shfl.sync and others)
     inside = members >> (lanes.threads % WARP).astype(np.uint32) & np.uint32(1)
     if not inside.all():
-        raise Fault("a thread is not in the member mask of the instruction that it executes")
+        raise Fault("member-mask", "a thread is not in the member mask of the instruction that it executes")
 
 
 def _declare_shuffle(mode):

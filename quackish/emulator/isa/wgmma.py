@@ -21,7 +21,7 @@ def _uniform(values, first):
     # All threads of the warp group have the same descriptors and scale-d. (PTX, wgmma.mma_async)
     part = values[first : first + GROUP]
     if (part != part[0]).any():
-        raise Fault("an operand of wgmma that must be the same in all threads of the warp group differs")
+        raise Fault("non-uniform", "an operand of wgmma that must be the same in all threads of the warp group differs")
     return part[0].item()
 
 
@@ -44,7 +44,7 @@ def _granules(cta, bits, rows, element, mn_major):
 def _sign(scale):
     # imm-scale-a and imm-scale-b are 1 or -1. (PTX, wgmma.mma_async)
     if scale not in (-1, 1):
-        raise Fault(f"wgmma with a scale of {scale}; valid are 1 and -1")
+        raise Fault("invalid-operand", f"wgmma with a scale of {scale}; valid are 1 and -1")
     return np.float32(scale)
 
 
@@ -58,7 +58,7 @@ def _multiply(lanes, accumulator, registers_a, read_a, descriptors_b, accumulate
     """Issues a product for each warp group. `read_a` gets the position of the group's first thread in `lanes`."""
     # "all threads in the warpgroup must execute the same wgmma.mma_async instruction"
     if lanes.count != GROUP * len(lanes.warp_groups()):
-        raise Fault(f"wgmma by {lanes.count} threads; it needs the {GROUP} threads of a warp group")
+        raise Fault("missing-threads", f"wgmma by {lanes.count} threads; it needs the {GROUP} threads of a warp group")
     cta, rows = lanes.cta, _rows(accumulator)
     sign = np.prod([_sign(sign) for sign in signs])
     for position in range(0, lanes.count, GROUP):
