@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from quackish.emulator import dsl, host, torch_cuda
+from quackish.emulator import cuda_bindings, dsl, host, torch_cuda
 
 _PRELOADED = "QUACKISH_EMULATOR_PRELOADED"
 
@@ -39,7 +39,7 @@ def unchanged(compile: Any) -> Iterator[None]:
         kernel = compile(function, args, kwargs)
         kernel(*dsl.runtime_arguments(kernel.entry, args, kwargs))
 
-    with dsl.replace_calls(call), torch_cuda.cpu_as_cuda():
+    with dsl.replace_calls(call), cuda_bindings.stand_ins(), torch_cuda.cpu_as_cuda():
         yield
 
 

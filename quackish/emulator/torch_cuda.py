@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
+from quackish.emulator.cuda_bindings import no_graphs
 from quackish.emulator.gpu import capability
 
 
@@ -72,10 +73,6 @@ class _Generator(torch.Generator):
         return super().__new__(cls, "cpu")  # type: ignore[call-arg]
 
 
-def _no_graphs(*args: Any, **kwargs: Any) -> Any:
-    raise NotImplementedError("the emulator has no CUDA graphs; run the program without them")
-
-
 class _CpuAsCuda(TorchFunctionMode):
     """Makes operations on "cuda" operations on the CPU, whose tensors say that they are on CUDA.
 
@@ -114,8 +111,8 @@ def cpu_as_cuda() -> Iterator[None]:
     replaced = {
         "Stream": _Stream,
         "Event": _Event,
-        "CUDAGraph": _no_graphs,
-        "graph": _no_graphs,
+        "CUDAGraph": no_graphs,
+        "graph": no_graphs,
         "stream": contextlib.nullcontext,
         "set_device": _constant(None),
         "init": _constant(None),
