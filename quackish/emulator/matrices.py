@@ -171,6 +171,31 @@ def registers_to_a(registers: np.ndarray, element: str) -> np.ndarray:
     return _TO_F32[element](np.ascontiguousarray(split.transpose(2, 1, 3, 0, 4, 5)).reshape(64, 32 // width))
 
 
+# Fragments of mma.sync, (warps, registers, 32): thread t is thread t % 4 of group t / 4. (Matrix Fragments for mma)
+
+
+def fragment_to_matrix(registers: np.ndarray, element: str, rows: int) -> np.ndarray:
+    """Converts A (16 rows) or B (8 columns) to fp32, (warps, rows, k).
+
+    Register i has row 8 * (i % (rows / 8)) + group and the 4 bytes of k at 4 * (t % 4) + 16 * (i / (rows / 8)).
+    """
+    warps, count, _ = registers.shape
+    width, parts = ELEMENT_BYTES[element], rows // 8
+    split = np.ascontiguousarray(registers).view(f"u{width}").reshape(warps, count // parts, parts, 8, 4, 4 // width)
+    # warp, k's part, row's part, group, t % 4, element -> warp, row's part, group, k's part, t % 4, element
+    return _TO_F32[element](np.ascontiguousarray(split.transpose(0, 2, 3, 1, 4, 5)).reshape(warps, rows, -1))
+
+
+def accumulator_to_fragment(d: np.ndarray) -> np.ndarray:
+    """Converts (warps, 16, 8) to (warps, 4, 32): register i has row 8 * (i / 2) + group, column 2 * (t % 4) + i % 2."""
+    return d.reshape(-1, 2, 8, 4, 2).transpose(0, 1, 4, 2, 3).reshape(-1, 4, 32)
+
+
+def fragment_to_accumulator(registers: np.ndarray) -> np.ndarray:
+    """The inverse of `accumulator_to_fragment`."""
+    return registers.reshape(-1, 2, 2, 8, 4).transpose(0, 1, 3, 4, 2).reshape(-1, 16, 8)
+
+
 # tcgen05
 
 

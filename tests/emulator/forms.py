@@ -1660,6 +1660,12 @@ def tcgen05_cases(form: isa.Form) -> Iterator[Case]:
     return emulator_tcgen05_forms.cases(form)
 
 
+def mma_cases(form: isa.Form) -> Iterator[Case]:
+    from tests.emulator import mma_forms  # which imports this module
+
+    return mma_forms.cases(form)
+
+
 FAMILIES: list[tuple[str, Callable[[isa.Form], Iterator[Case]]]] = [
     (r"cvta\.(global|shared|to)|mapa\.", address_cases),
     (r"shf\.", funnel_cases),
@@ -1693,6 +1699,7 @@ FAMILIES: list[tuple[str, Callable[[isa.Form], Iterator[Case]]]] = [
     (r"clusterlaunchcontrol\.", launch_control_cases),
     (r"mov\.b128", wide_move_cases),
     (r"wgmma\.mma_async\.", wgmma_cases),
+    (r"mma\.", mma_cases),
     (r"tcgen05\.", tcgen05_cases),
     (r"(bra|ret|exit)\b", control_cases),
     (r"(fence|membar|nanosleep|griddepcontrol|setmaxnreg|prefetch\.global|wgmma)\b", plain_cases),

@@ -59,6 +59,7 @@ _CHAPTERS = (
     "data_movement",
     "launch_control",
     "logic",
+    "mma",
     "synchronization",
     "tcgen05",
     "tensor_allocation",
