@@ -12,6 +12,7 @@ import torch
 
 from quackish import emulation, emulator
 from quackish.device.compile import Request
+from quackish.emulator import Fault
 from quackish.gpu import B200
 from tests.emulator.toy_tcgen05 import Gemm, GemmConfig, GemmProblem
 from tests.variants import one_per
@@ -167,3 +168,19 @@ def test_a_mistake_is_noticed(name):
         if mistake.noticed in outcomes[-1]:
             return
     pytest.fail("\n\n".join(outcomes))
+
+
+def test_a_relaxed_wait_for_products():
+    """What a product has read may be overwritten; what the epilogue has read, behind a fence of tcgen05."""
+
+    def relaxed(ptx):
+        ptx = re.sub(r"(mbarrier\.try_wait\.parity)(\.shared)", r"\1.relaxed.cluster\2", ptx)
+        return re.sub(r"(mbarrier\.arrive)(\.shared)", r"\1.relaxed.cluster\2", ptx)
+
+    assert multiply(1, LATE, 0, relaxed)[0]
+    with pytest.raises(Fault, match=RACE):
+        multiply(1, LATE, 0, lambda ptx: ptx_without_fences(relaxed(ptx)))
+
+
+def ptx_without_fences(ptx):
+    return ptx.replace("tcgen05.fence::before_thread_sync;", "")

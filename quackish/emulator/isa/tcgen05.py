@@ -367,4 +367,8 @@ def wait_for_stores(lanes):
 
 @action("tcgen05.fence::{before,after}_thread_sync", "")
 def fence(lanes):
-    """Orders asynchronous operations with those of other threads. It waits for none."""
+    """Orders tcgen05 operations with those of other threads, behind relaxed waits and before relaxed arrivals too.
+
+    It waits for none. Here it orders other accesses as well.
+    """
+    lanes.cta.grid.races.fence(lanes, lanes.cta.grid.opcode)
