@@ -37,7 +37,7 @@ def unchanged(compile: Any) -> Iterator[None]:
 
     def call(function: Any, args: tuple, kwargs: dict) -> None:
         kernel = compile(function, args, kwargs)
-        kernel(*dsl.runtime_arguments(kernel.entry, args, kwargs))
+        kernel(*dsl.runtime_arguments(kernel.entry, args, dsl.without_options(kwargs)))
 
     with dsl.replace_calls(call), cuda_bindings.stand_ins(), torch_cuda.cpu_as_cuda():
         yield

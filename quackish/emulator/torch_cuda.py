@@ -48,7 +48,7 @@ class _Event:
 
     def __init__(self, *args: Any, **kwargs: Any):
         self._time = 0.0
-        self.cuda_event = 0
+        self.cuda_event = 1  # the address of an event that exists
 
     def record(self, stream: Any = None) -> None:
         self._time = time.perf_counter()
