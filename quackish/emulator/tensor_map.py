@@ -188,6 +188,58 @@ def _decode(data: bytes) -> TensorMap:
     return decoded
 
 
+# Codes of tensormap.replace: the element type here, and whether it is tf32. (PTX, tensormap.replace: elemtype)
+_REPLACED_ELEMENTS = {**{code: (code, False) for code in (0, 1, 2, 3, 4, 5, 6, 7, 10)}, 11: (7, True)}
+
+
+def replace(data: np.ndarray, field: str, ordinal: int, value: int) -> None:
+    """Changes a field of the 128 bytes of a tensor map, as tensormap.replace does. ordinal: of a dimension or stride.
+
+    Raises Fault for values that no map has, NotImplementedError for features that no map has here.
+    """
+    halves = data.view(np.uint32)
+    if field == "global_address":
+        halves[:2] = np.array([value], np.uint64).view(np.uint32)
+    elif field == "rank":  # "this field is zero-based": rank - 1
+        _set(halves, 2, 4, 3, value)
+    elif field == "box_dim":
+        _check_ordinal(field, ordinal, 5)
+        if not 1 <= value <= 256:
+            raise Fault(f"tensormap.replace of box_dim by {value}; valid are 1 to 256")
+        word, bit = (13, 24) if ordinal == 0 else (14, 8 * (ordinal - 1))
+        _set(halves, word, bit, 8, value - 1)
+    elif field == "global_dim":
+        _check_ordinal(field, ordinal, 5)
+        halves[8 + ordinal] = (value - 1) % 2**32
+    elif field == "global_stride":
+        _check_ordinal(field, ordinal, 4)
+        if value % 16 or value >> 40:
+            raise Fault(f"tensormap.replace of global_stride by {value}; it must be a multiple of 16 below 2^40")
+        halves[3 + ordinal] = value >> 4 & 0xFFFFFFFF
+        _set(halves, 7, 4 * ordinal, 4, value >> 36)
+    elif field == "elemtype" and value in _REPLACED_ELEMENTS:
+        code, is_tf32 = _REPLACED_ELEMENTS[value]
+        _set(halves, 2, 7, 4, code)
+        _set(halves, 2, 16, 1, is_tf32)
+    elif field == "swizzle_mode" and value < len(_SWIZZLES):
+        _set(halves, 2, 13, 2, value)
+    elif field == "swizzle_atomicity" and value <= 1:  # 16 or 32 bytes
+        _set(halves, 2, 19, 1, value)
+    elif (field, value) not in (("element_stride", 1), ("interleave_layout", 0), ("fill_mode", 0)):
+        raise NotImplementedError(f"tensormap.replace of {field} by {value}")
+
+
+def _set(halves: np.ndarray, word: int, bit: int, count: int, value: int) -> None:
+    """Sets bits of a word."""
+    mask = (1 << count) - 1
+    halves[word] = int(halves[word]) & ~(mask << bit) & 0xFFFFFFFF | (value & mask) << bit
+
+
+def _check_ordinal(field: str, ordinal: int, count: int) -> None:
+    if not 0 <= ordinal < count:
+        raise Fault(f"tensormap.replace of {field} {ordinal}; a tensor map has {count}")
+
+
 def _check(tensor_map: TensorMap) -> None:
     """Raises Fault for what the driver refuses."""
     if tensor_map.address % 16:

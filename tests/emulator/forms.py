@@ -1236,6 +1236,13 @@ def mbarrier_cases(form: isa.Form) -> Iterator[Case]:
         body = f"{INIT.format(3 if count else 2)} {opcode} {sink}, [%bar]{count}; {_test(0, 0)}\n"
         body += f"mbarrier.arrive.shared.b64 %state, [%bar]; {_test(1, 0)} {_test(2, 1)}"
         yield one_thread_case(form, body, [(32, 0), (32, 1), (32, 0)])
+    elif ".parity" not in opcode:  # waits for the phase of an arrival, which a second arrival ends
+        limit = ", 100000" if operands == 3 else ""
+        wait = f"{opcode} %q, [%bar], %first{limit}; selp.b32 %out{{}}, 1, 0, %q;"
+        body = f".reg .b64 %first; {INIT.format(2)} mbarrier.arrive.shared.b64 %first, [%bar];\n"
+        body += f"{wait.format(0) if 'test' in opcode else 'mov.b32 %out0, 0;'}\n"
+        body += f"mbarrier.arrive.shared.b64 %state, [%bar]; {wait.format(1)}"
+        yield one_thread_case(form, body, [(32, 0), (32, 1)])
     else:  # try_wait and test_wait; the phase before the first one counts as complete
         limit = ", 100000" if operands == 3 else ""
         wait = f"{opcode} %q, [%bar], {{}}{limit}; selp.b32 %out{{}}, 1, 0, %q;"
@@ -1666,6 +1673,12 @@ def mma_cases(form: isa.Form) -> Iterator[Case]:
     return mma_forms.cases(form)
 
 
+def tensor_map_cases(form: isa.Form) -> Iterator[Case]:
+    from tests.emulator import tensor_map_forms  # which imports this module
+
+    return tensor_map_forms.cases(form)
+
+
 FAMILIES: list[tuple[str, Callable[[isa.Form], Iterator[Case]]]] = [
     (r"cvta\.(global|shared|to)|mapa\.", address_cases),
     (r"shf\.", funnel_cases),
@@ -1694,6 +1707,7 @@ FAMILIES: list[tuple[str, Callable[[isa.Form], Iterator[Case]]]] = [
     (r"cp\.(reduce\.)?async\.bulk\.tensor\.", tensor_cases),
     (r"prefetch.*\.tensormap", tensor_prefetch_cases),
     (r"cvta\.param", tensor_prefetch_cases),
+    (r"tensormap\.|fence\.proxy\.tensormap", tensor_map_cases),
     (r"cp\.(reduce\.)?async\.bulk\.", bulk_cases),
     (r"cp\.async\.", thread_copy_cases),
     (r"clusterlaunchcontrol\.", launch_control_cases),

@@ -63,6 +63,7 @@ _CHAPTERS = (
     "synchronization",
     "tcgen05",
     "tensor_allocation",
+    "tensor_maps",
     "thread_copy",
     "warp",
     "wgmma",

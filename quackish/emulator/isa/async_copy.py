@@ -8,6 +8,7 @@ from quackish.emulator import numbers, tensor_map
 from quackish.emulator.errors import Fault
 from quackish.emulator.isa import action
 from quackish.emulator.isa.synchronization import cta_of, mbarrier_at
+from quackish.emulator.isa.tensor_maps import check_acquired
 from quackish.emulator.memory import OFFSET_MASK, PARAMETER_WINDOW, RANK_SHIFT
 from quackish.emulator.threads import WARP
 
@@ -216,6 +217,7 @@ def _tensor_map(lanes, address):
     if address >= PARAMETER_WINDOW:
         offset = address - PARAMETER_WINDOW
         return tensor_map.decode(grid.parameters[offset : offset + tensor_map.BYTES])
+    check_acquired(lanes.cta, address)
     return tensor_map.decode(grid.memory.bytes_at(address, tensor_map.BYTES).tobytes())
 
 
