@@ -27,7 +27,7 @@ for _from in ("u16", "s16", "u32", "s32", "u64", "s64"):
         return np.asarray(a).astype(np.float32)
 
 
-for _to in ("u32", "s32", "u64", "s64"):
+for _to in ("u16", "s16", "u32", "s32", "u64", "s64"):
     for _rounding in ("rni", "rzi", "rmi", "rpi"):
         instruction(f"cvt.{_rounding}.{_to}.f32", f"{_to} = f32")(
             functools.partial(
