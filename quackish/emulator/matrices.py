@@ -100,6 +100,16 @@ def in_shared_memory(shared: np.ndarray, descriptor: Descriptor, rows: int, elem
     return _TO_F32[element](shared[base // width :][indices])
 
 
+def rows_in_shared_memory(shared: np.ndarray, descriptor: int, rows: int, size: int) -> np.ndarray:
+    """Rows of 16 or 32 bytes as uint32, (rows, size / 4), as tcgen05.cp reads them. shared: as uint32."""
+    return shared[_indices(rows, 4, descriptor_sm100(descriptor), False)[:, : size // 4]]
+
+
+def row_chunks(descriptor: int, rows: int, size: int) -> np.ndarray:
+    """The numbers of the chunks of 16 bytes that `rows_in_shared_memory` reads."""
+    return np.unique(_indices(rows, 4, descriptor_sm100(descriptor), False)[:, : size // 4] // 4)
+
+
 @functools.lru_cache(1024)
 def extent(descriptor: Descriptor, rows: int, element: str, mn_major: bool) -> tuple[int, int]:
     """The bounds in shared memory of what `in_shared_memory` reads: (first byte, one after the last byte)."""
