@@ -3,6 +3,7 @@
 tests/emulator/forms.py has each instruction by itself.
 """
 
+import dataclasses
 import functools
 import re
 from typing import NamedTuple
@@ -14,6 +15,8 @@ from quackish import emulation, emulator
 from quackish.device.compile import Request
 from quackish.emulator import Fault
 from quackish.gpu import B200
+from tests.emulator import forms
+from tests.emulator.test_forms import emulate
 from tests.emulator.toy_tcgen05 import Gemm, GemmConfig, GemmProblem
 from tests.variants import one_per
 
@@ -184,3 +187,11 @@ def test_a_relaxed_wait_for_products():
 
 def ptx_without_fences(ptx):
     return ptx.replace("tcgen05.fence::before_thread_sync;", "")
+
+
+def test_lanes_of_the_first_warp_mean_the_warps_own():
+    (form,) = forms.isa.load()["tcgen05.ld.sync.aligned.32x32b.x2.b32"]
+    (case,) = forms.cases_of(form)
+    own, same = "and.b32 %mine, %w, 96;", "and.b32 %mine, %w, 0;"
+    assert own in case.body
+    assert not case.differences(emulate(dataclasses.replace(case, body=case.body.replace(own, same))))

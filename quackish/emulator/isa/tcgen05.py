@@ -301,10 +301,15 @@ for _group in (1, 2):
 
 
 def _place(warp, position, addresses, shape, fragment):
-    """The (lane, column) of a warp's access. Raises Fault for lanes of another warp."""
+    """The (lane, column) of a warp's access. Raises Fault for lanes of another warp.
+
+    Lanes of the first warp mean a warp's own lanes: kernels that run on cards give all warps the same address.
+    """
     address = matrices.tensor_address(uniform(addresses, position, "taddr"))
     (number,) = warp.warps()
     first = 32 * (number % 4)
+    if address.lane < 32:
+        address = address._replace(lane=address.lane + first)
     starts = (first,) if shape == "32x32b" else (first, first + 16)
     if address.lane not in starts:
         raise Fault(
