@@ -941,6 +941,34 @@ def local_cases(form: isa.Form) -> Iterator[Case]:
         yield Case(name, form.opcode, f"{place}{body}", inputs, inputs)
 
 
+def generic_cases(form: isa.Form) -> Iterator[Case]:
+    """A third of the threads each accesses global, shared and local memory, which have the thread's scratch."""
+    type_, count = _element(form.opcode)
+    size, bits = int(type_[1:]) // 8, max(int(type_[1:]), 16)
+    name, words = case_name(form), random_words(case_name(form), 64)
+    data, offset = scratch_bytes(words), size * count % 16
+    names = [f"%{'out' if form.opcode.startswith('ld') else 'in'}{i}" for i in range(count)]
+    vector = names[0] if count == 1 else f"{{{', '.join(names)}}}"
+    place = f"""{TO_SHARED}.local .align 16 .b8 ENTRY_array[16]; .reg .b64 %a, %b; .reg .b32 %kind; .reg .pred %p;
+mov.b64 %a, ENTRY_array; st.local.b64 [%a], %c0; st.local.b64 [%a+8], %c1; cvta.local.u64 %a, %a;
+rem.u32 %kind, %t, 3; setp.eq.u32 %p, %kind, 0; selp.b64 %a, %g, %a, %p;
+cvt.u64.u32 %b, %s; cvta.shared.u64 %b, %b; setp.eq.u32 %p, %kind, 1; selp.b64 %a, %b, %a, %p;
+"""
+    spans = [[16 * thread + offset + size * i for thread in range(32)] for i in range(count)]
+    if form.opcode.startswith("ld"):
+        outputs = [(bits, [int.from_bytes(data[at : at + size], "little") for at in span]) for span in spans]
+        yield Case(name, form.opcode, f"{place}{form.opcode} {vector}, [%a+{offset}];", [], outputs, scratch=words)
+        return
+    values = [[word % (1 << 8 * size) for word in random_words(f"{name} {i}", 32)] for i in range(count)]
+    for span, column in zip(spans, values, strict=True):
+        for at, value in zip(span, column, strict=True):
+            data[at : at + size] = value.to_bytes(size, "little")
+    body = f"{place}{form.opcode} [%a+{offset}], {vector}; ld.b64 %out0, [%a]; ld.b64 %out1, [%a+8];"
+    after = words_of(data)
+    inputs = [(bits, column) for column in values]
+    yield Case(name, form.opcode, body, inputs, [(64, after[::2]), (64, after[1::2])], scratch=words)
+
+
 def call_case(form: isa.Form, type_: str, values: list[int]) -> Case:
     """A call of vprintf that prints nothing: its text is empty."""
     body = f"""{{ .param .b64 text; .param .b64 arguments; .param .b32 result; .param .{type_} other;
@@ -1120,6 +1148,21 @@ def matrix_cases(form: isa.Form) -> Iterator[Case]:
     else:
         body = f"{TO_SHARED} bar.sync 0; {form.opcode} {{{names}}}, [%s];"
         yield Case(name, form.opcode, body, [], registers, scratch=words)
+
+
+def byte_matrix_cases(form: isa.Form) -> Iterator[Case]:
+    """Matrix i has its columns in the scratch of threads 8 i to 8 i + 7, which give their addresses."""
+    count, name = int(re.search(r"\.x([124])\.", form.opcode)[1]), case_name(form)
+    words = random_words(name, 64)
+    memory = np.array(words, np.uint64).view(np.uint8).reshape(32, 16)
+    fragments = random_of(name).integers(0, 256, (count, 32, 4)).astype(np.uint8)
+    for i, thread, element in np.ndindex(fragments.shape):
+        row, column = thread // 4 + 8 * (element // 2), thread % 4 * 2 + element % 2
+        memory[8 * i + column, row] = fragments[i, thread, element]
+    registers: list = [(32, row.view(np.uint32)[:, 0].tolist()) for row in fragments]
+    names, after = ", ".join(f"%in{i}" for i in range(count)), words_of(memory.tobytes())
+    body = f"{TO_SHARED} bar.sync 0; {form.opcode} [%s], {{{names}}}; bar.sync 0;\n{FROM_SHARED}"
+    yield Case(name, form.opcode, body, registers, [(64, after[::2]), (64, after[1::2])], scratch=words)
 
 
 # Barriers: two warps exchange words through shared memory.
@@ -1689,6 +1732,7 @@ FAMILIES: list[tuple[str, Callable[[isa.Form], Iterator[Case]]]] = [
     (r"cvt\..*(e4m3|e5m2)", fp8_cases),
     (r"(ld|st)\.local|st\.param|cvta\.local", local_cases),
     (r"call\.", call_cases),
+    (r"(ld|st)(\.v[24])?\.b\d+$", generic_cases),
     (r"(ld|st)\..*(v8|v4\.[bu]64)", wide_access_cases),
     (r"ld\.", load_cases),
     (r"st\.async", async_store_cases),
@@ -1699,6 +1743,7 @@ FAMILIES: list[tuple[str, Callable[[isa.Form], Iterator[Case]]]] = [
     (r"redux\.", redux_cases),
     (r"vote\.", vote_cases),
     (r"elect\.", elect_cases),
+    (r"stmatrix\..*b8", byte_matrix_cases),
     (r"(ld|st)matrix\.", matrix_cases),
     (r"bar(rier)?\.", barrier_cases),
     (r"mbarrier\.", mbarrier_cases),
@@ -1720,7 +1765,7 @@ FAMILIES: list[tuple[str, Callable[[isa.Form], Iterator[Case]]]] = [
 ]
 
 SM_100 = re.compile(
-    r"(add|sub|mul|fma)\..*(f32x2|f32\.bf16|f32\.f16)$|tcgen05\.|clusterlaunchcontrol\.|cp\..*\.cta_group|redux\..*f32|(ld|st)\..*(v8|v4\.[bu]64)"
+    r"(add|sub|mul|fma)\..*(f32x2|f32\.bf16|f32\.f16)$|tcgen05\.|clusterlaunchcontrol\.|cp\..*\.cta_group|redux\..*f32|(ld|st)\..*(v8|v4\.[bu]64)|stmatrix.*b8"
 )
 # Some forms differ in nothing but a shape, a number of registers or a hint. These are enough for every run.
 MANY = re.compile(r"wgmma\.mma_async|tcgen05\.(ld|st|mma)\.")
