@@ -481,18 +481,35 @@ def _mixed_meaning(parts: list[str]) -> Meaning:
     return meaning
 
 
-def _to_integer(rounding: str, type_: str) -> Meaning:
+INTEGRAL = {"rni": round, "rzi": math.trunc, "rmi": math.floor, "rpi": math.ceil}
+
+
+def _saturated(value: float, rounding: str, type_: str) -> int:
+    """A number that is rounded to an integer type."""
     bits, _ = _typed(type_)
     low, high = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if type_[0] == "s" else (0, (1 << bits) - 1)
-    integral = {"rni": round, "rzi": math.trunc, "rmi": math.floor, "rpi": math.ceil}[rounding]
+    if math.isinf(value):
+        return high if value > 0 else low
+    return min(max(INTEGRAL[rounding](value), low), high)
+
+
+def _to_integer(rounding: str, type_: str) -> Meaning:
+    bits, _ = _typed(type_)
 
     def meaning(a):
         value = float_of(a)
         if math.isnan(value):
             return 0 if bits < 64 else 1 << 63
-        if math.isinf(value):
-            return high if value > 0 else low
-        return min(max(integral(value), low), high)
+        return _saturated(value, rounding, type_)
+
+    return meaning
+
+
+def _to_integral(rounding: str) -> Meaning:
+    def meaning(a):
+        value = float_of(a)
+        whole = math.copysign(float(INTEGRAL[rounding](value)), value) if math.isfinite(value) else value
+        return bits_of(whole)
 
     return meaning
 
@@ -513,7 +530,7 @@ def _cvt_meaning(parts: list[str]) -> Meaning:
 
         return widened
     if source == "f32":
-        return _to_integer(parts[1], to)
+        return _to_integral(parts[1]) if to == "f32" else _to_integer(parts[1], to)
     _, value = _typed(source)
     if to == "f32":
         return lambda a: bits_of(float(exact.F32.round(exact.Fraction(value(a)))) if value(a) else 0.0)
@@ -719,33 +736,120 @@ def _f64_bits(value: float) -> int | None:
     return None if math.isnan(value) else int(np.float64(value).view(np.uint64))
 
 
+F64 = exact.Format(53, -1074, 1023)
+
+
+def _f64(bits: int) -> float:
+    return float(np.uint64(bits).view(np.float64))
+
+
+def _coarse(function: Callable[[float], float]) -> Callable[[float], float]:
+    """.approx.ftz.f64: the upper 32 bits of the operand and of the result count, without subnormal numbers."""
+
+    def upper(value: float) -> float:
+        if math.isnan(value):
+            return value
+        kept = _f64((_f64_bits(value) or 0) >> 32 << 32)
+        return kept if abs(kept) >= 2.0**-1022 else math.copysign(0.0, kept)
+
+    return lambda x: x if math.isnan(x) else upper(function(upper(x)))
+
+
+def _inverse(x: float) -> float:
+    return math.copysign(INF, x) if x == 0 else 1 / x
+
+
+def _inverse_root(x: float) -> float:
+    return math.copysign(INF, x) if x == 0 else NAN if x < 0 else 1 / math.sqrt(x)
+
+
+F64_OPERATIONS: dict[str, Callable[..., float]] = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "neg": operator.neg, "abs": abs,
+    "div": np.divide, "fma": functools.partial(exact.fma, form=F64),
+    "sqrt": _sqrt, "rcp.rn": _inverse, "rcp.approx": _coarse(_inverse), "rsqrt.approx": _inverse_root,
+    "rsqrt.approx.ftz": _coarse(_inverse_root), "min": lambda a, b: _minimum(a, b, min, False),
+    "max": lambda a, b: _minimum(a, b, max, False), "copysign": lambda a, b: math.copysign(b, a),
+}  # fmt: skip
+
+
+def _near(given: int, expected: int, got: int) -> bool:
+    """Approximate results have 20 bits or more."""
+    return abs(_f64(got) - _f64(expected)) <= 2.0**-19 * abs(_f64(expected))
+
+
 def f64_cases(form: isa.Form) -> Iterator[Case]:
     """Numbers in fp64. What a NaN's bits are is left open."""
     parts, random = form.opcode.split("."), random_of(form.opcode)
-    columns = [[*FLOATS[:11], *random.normal(size=32 - 11).tolist()] for _ in form.operands]
+    count = sum("f64" in operand or "f32" in operand for operand in form.operands) or 1
+    columns = [[*FLOATS[:11], *random.normal(size=32 - 11).tolist()] for _ in range(count)]
     for column in columns[1:]:
         random.shuffle(column)
-    if parts[0] == "cvt" and parts[-1] == "f32":
+    if form.opcode in ("cvt.f64.f16", "cvt.f64.bf16"):
+        half = {"f16": F16, "bf16": BF16}[parts[-1]]
+        bits = [sixteen_bits(half, value) for value in columns[0]]
+        results = [_f64_bits(sixteen_value(half, x)) for x in bits]
+        yield _column_case(form, f"{form.opcode} %out0, %in0;", [(16, bits)], [(64, results)])
+    elif parts[0] == "cvt" and parts[-1] == "f32":
         bits = [float_bits(value) for value in columns[0]]
         yield _column_case(
             form, f"{form.opcode} %out0, %in0;", [(32, bits)], [(64, [_f64_bits(float_of(x)) for x in bits])]
         )
-    elif parts[0] == "cvt" and parts[-1] == "f64":
+    elif form.opcode == "cvt.rn.f32.f64":
         values = [value * (1 + 2.0**-30) for value in columns[0]]
         inputs = [(64, [int(np.float64(value).view(np.uint64)) for value in values])]
         results = [None if math.isnan(value) else float_bits(float(np.float32(value))) for value in values]
         yield _column_case(form, f"{form.opcode} %out0, %in0;", inputs, [(32, results)])
-    elif parts[0] == "cvt":
+    elif parts[0] == "cvt" and parts[-1] != "f64":
         bits, value_of = _typed(parts[-1])
         numbers = pool(parts[-1])
         results = [_f64_bits(float(value_of(number))) for number in numbers]
         yield _column_case(form, f"{form.opcode} %out0, %in0;", [(bits, numbers)], [(64, results)])
     else:
-        inputs = [(64, [int(np.float64(value).view(np.uint64)) for value in column]) for column in columns]
+        yield _f64_case(form, parts, columns)
+
+
+def _f64_case(form: isa.Form, parts: list[str], columns: list[list[float]]) -> Case:
+    """An instruction whose operands are fp64 numbers, and perhaps a predicate."""
+    inputs = [(64, [int(np.float64(value).view(np.uint64)) for value in column]) for column in columns]
+    rows = list(zip(*columns, strict=True))
+    bound = None
+    if parts[0] == "setp":
+        predicates = [thread % 3 == 0 for thread in range(32)]
+        combine = {"and": operator.and_, "or": operator.or_, "xor": operator.xor}.get(parts[2])
+        found = [_compare(parts[1], *row) for row in rows]
+        if combine:
+            inputs.append((1, [int(value) for value in predicates]))
+            found = [combine(a, b) for a, b in zip(found, predicates, strict=True)]
+        outputs = [(1, [int(value) for value in found])]
+        results = "%out0"
+        if "|" in form.results[0]:
+            outputs.append((1, [int(not value) for value in found]))
+            results = "%out0|%out1"
+    elif parts[0] == "selp":
+        inputs.append((1, [thread % 3 % 2 for thread in range(32)]))
+        chosen_bits = [inputs[0 if thread % 3 % 2 else 1][1][thread] for thread in range(32)]
+        outputs, results = [(64, chosen_bits)], "%out0"
+    elif parts[0] == "cvt" and parts[-2] != "f64":  # to an integer
+        bits, _ = _typed(parts[-2])
+        values = [1 << (bits - 1) if math.isnan(x) else _saturated(x, parts[1], parts[-2]) for (x,) in rows]
+        outputs, results = [(bits, [value % (1 << bits) for value in values])], "%out0"
+    else:
+        if parts[0] == "cvt":
+            function = _rounded_f64(parts[1])
+        else:
+            names = [".".join(parts[:3]), ".".join(parts[:2]), parts[0]]
+            function = F64_OPERATIONS[next(name for name in names if name in F64_OPERATIONS)]
+            bound = _near if "approx" in parts else None
         with np.errstate(all="ignore"):
-            function = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide}[parts[0]]
-            results = [_f64_bits(float(function(np.float64(a), np.float64(b)))) for a, b in zip(*columns, strict=True)]
-        yield _column_case(form, f"{form.opcode} %out0, %in0, %in1;", inputs, [(64, results)])
+            outputs, results = [(64, [_f64_bits(float(function(*row))) for row in rows])], "%out0"
+    operands = ", ".join(f"%in{i}" for i in range(len(inputs)))
+    case = _column_case(form, f"{form.opcode} {results}, {operands};", inputs, outputs)
+    return dataclasses.replace(case, bound=bound)
+
+
+def _rounded_f64(rounding: str) -> Callable[[float], float]:
+    integral = INTEGRAL[rounding]
+    return lambda x: x if not math.isfinite(x) else math.copysign(float(integral(x)), x)
 
 
 def saturating_cases(form: isa.Form) -> Iterator[Case]:
@@ -1727,7 +1831,7 @@ FAMILIES: list[tuple[str, Callable[[isa.Form], Iterator[Case]]]] = [
     (r"shf\.", funnel_cases),
     (r"lop3\.", lop3_cases),
     (r"(add|mad)c?(\..*)?\.cc\.|(add|mad)c\.", carry_cases),
-    (r"(add|sub|mul|div)\..*f64$|cvt\..*f64", f64_cases),
+    (r"(add|sub|mul|div|fma|sqrt|rcp|rsqrt|neg|abs|min|max|copysign|setp|selp)\..*f64$|cvt\..*f64", f64_cases),
     (r"cvt\.sat\.f32", saturating_cases),
     (r"cvt\..*(e4m3|e5m2)", fp8_cases),
     (r"(ld|st)\.local|st\.param|cvta\.local", local_cases),
