@@ -1133,6 +1133,22 @@ def atomic_cases(form: isa.Form) -> Iterator[Case]:
     yield Case(name, form.opcode, body, [(bits, column) for column in operands], outputs, threads, scratch=scratch)
 
 
+def vector_red_cases(form: isa.Form) -> Iterator[Case]:
+    """A vector is added to the same thread's scratch, element by element."""
+    count, name = int(re.search(r"\.v(\d)\.", form.opcode)[1]), case_name(form)
+    old, *columns = chosen(name, ["f32"] * 3, 32)
+    columns = [columns[i % 2] for i in range(count)]
+    add = _atomic_meaning("add", "f32")
+    after = [[add(a, b) for a, b in zip(old, column, strict=True)] for column in columns]
+    scratch = [word for value in old for word in (value | value << 32,) * 2]
+    operands = ", ".join(f"%in{i}" for i in range(count))
+    body = f"{form.opcode} [%g], {{{operands}}};\n" + "".join(
+        f"ld.global.b32 %out{i}, [%g+{4 * i}];" for i in range(count)
+    )
+    outputs = [(32, column) for column in after]
+    yield Case(name, form.opcode, body, [(32, column) for column in columns], outputs, scratch=scratch)
+
+
 # Instructions of a warp
 
 ALL = 0xFFFFFFFF
@@ -1841,6 +1857,7 @@ FAMILIES: list[tuple[str, Callable[[isa.Form], Iterator[Case]]]] = [
     (r"ld\.", load_cases),
     (r"st\.async", async_store_cases),
     (r"st\.", store_cases),
+    (r"red\..*\.v[24]\.", vector_red_cases),
     (r"(atom|red)\.", atomic_cases),
     (r"shfl\.", shuffle_cases),
     (r"redux\..*f32", float_redux_cases),

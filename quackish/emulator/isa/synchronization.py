@@ -389,6 +389,22 @@ def _declare_atomic(name, operation, type_):
         _atomically(lanes, addresses, operation, values, dtype)
 
 
+def _declare_vector_add(count):
+    """Declares red of a vector, whose elements are atomic one by one. (PTX, red)"""
+    add, _ = _OPERATIONS["add"]
+
+    @action(f"{_RED}.add.v{count}.f32", f"[u64], {{f32*{count}}}")
+    def red(lanes, addresses, values):
+        if (addresses % np.uint64(4 * count)).any():
+            raise Fault(f"misaligned access of {4 * count} bytes of global memory at {int(addresses[0]):#x}")
+        for i, value in enumerate(values):
+            _atomically(lanes, addresses + np.uint64(4 * i), add, value, value.dtype)
+
+
+for _count in (2, 4):
+    _declare_vector_add(_count)
+
+
 for _name, (_operation, _types) in _OPERATIONS.items():
     for _type in _types:
         _declare_atomic(_name, _operation, _type)
