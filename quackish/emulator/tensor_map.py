@@ -34,9 +34,10 @@ _WITHOUT_EFFECT = 1 << 1 | 1 << 17 | 1 << 18 | 1 << 21
 _TF32, _CHUNKS_OF_32 = 1 << 16, 1 << 19
 _FIELDS = 7 << 4 | 15 << 7 | 3 << 13
 
-# u8, f16, f32 and bf16 were seen. Integers are numbered as in CUtensorMapDataType, as u8, f16 and f32 are.
-_ELEMENTS = {0: "u8", 1: "u16", 2: "u32", 3: "s32", 4: "u64", 5: "s64", 6: "f16", 7: "f32", 10: "bf16"}
+# u8, f16, f32, bf16 and u4 (two in a byte) were seen. Integers are numbered as in CUtensorMapDataType, as u8, f16 and f32 are.
+_ELEMENTS = {0: "u8", 1: "u16", 2: "u32", 3: "s32", 4: "u64", 5: "s64", 6: "f16", 7: "f32", 10: "bf16", 11: "u4"}
 _ELEMENT_BYTES = {"u8": 1, "u16": 2, "f16": 2, "bf16": 2, "u32": 4, "s32": 4, "f32": 4, "u64": 8, "s64": 8}
+_PACKED = {"u4": 2}  # how many elements of dimension 0 count as one byte here
 _SWIZZLES = [Swizzle.NONE, Swizzle.B32, Swizzle.B64, Swizzle.B128]
 
 
@@ -58,7 +59,7 @@ class Window(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TensorMap:
-    """Dimension 0 is the fastest one, as in PTX's coordinates."""
+    """Dimension 0 is the fastest one, as in PTX's coordinates. It counts elements, or bytes of packed ones."""
 
     address: int
     element: str  # such as "bf16"
@@ -73,7 +74,7 @@ class TensorMap:
 
     @property
     def element_bytes(self) -> int:
-        return _ELEMENT_BYTES[self.element]
+        return _ELEMENT_BYTES.get(self.element, 1)
 
     @property
     def byte_shape(self) -> tuple[int, ...]:
@@ -89,6 +90,7 @@ class TensorMap:
         """The part of a box at `coordinates` that is inside the tensor; without rows if none is."""
         if len(coordinates) != self.rank:
             raise Fault(f"{len(coordinates)} coordinates for a tensor map of rank {self.rank}: {self}")
+        coordinates = (coordinates[0] // _PACKED.get(self.element, 1), *coordinates[1:])
         # "The address of the bounding Box must also be aligned to 16 bytes." (PTX, bounding box) Otherwise an H200 ends
         # with an illegal instruction. The tensor's address and its strides are multiples of 16.
         if coordinates[0] * self.element_bytes % 16:
@@ -175,13 +177,16 @@ def _decode(data: bytes) -> TensorMap:
         )
     halves = [half for word in words for half in (word & 0xFFFFFFFF, word >> 32)]
     strides = [(halves[3 + i] | (halves[7] >> 4 * i & 15) << 32) * 16 for i in range(rank - 1)]
-    boxes = [words[6] >> 56, *(words[7] >> 8 * i & 255 for i in range(4))]
+    boxes = [(words[6] >> 56) + 1, *((words[7] >> 8 * i & 255) + 1 for i in range(4))]
+    sizes = [size + 1 for size in halves[8 : 8 + rank]]
+    packed = _PACKED.get(element, 1)
+    sizes[0], boxes[0] = sizes[0] // packed, boxes[0] // packed
     decoded = TensorMap(
         address=words[0],
         element=element,
-        sizes=tuple(size + 1 for size in halves[8 : 8 + rank]),
+        sizes=tuple(sizes),
         strides=tuple(strides),
-        box=tuple(size + 1 for size in boxes[:rank]),
+        box=tuple(boxes[:rank]),
         swizzle=Swizzle.B128_ATOM_32B if flags & _CHUNKS_OF_32 else swizzle,
     )
     _check(decoded)

@@ -2,9 +2,10 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
-from quackish.emulator import Fault
+from quackish.emulator import Fault, tensor_map
 from tests.emulator import forms
 from tests.emulator.test_forms import emulate
 
@@ -43,3 +44,17 @@ def test_what_no_map_has_here(field, new):
     old = "0, 1;" if field == "element_stride" else {"elemtype": "2;", "fill_mode": "0;"}[field]
     with pytest.raises(RuntimeError, match=f"tensormap.replace of {field} by"):
         changed(f"tensormap.replace.tile.{field}.global.b1024.b32", f"[%map], {old}", f"[%map], {new};")
+
+
+def test_elements_of_four_bits_are_copied_as_bytes():
+    halves = np.zeros(32, np.uint32)
+    halves[2] = 2 | 1 << 4 | 11 << 7  # rank 2, u4
+    halves[3] = 32 // 16  # a row of 64 elements
+    halves[8:10] = 64 - 1, 4 - 1
+    halves[13], halves[14] = 31 << 24, 1  # a box of 32 x 2 elements
+    decoded = tensor_map.decode(halves.tobytes())
+    assert (decoded.element, decoded.sizes, decoded.box, decoded.box_bytes) == ("u4", (32, 4), (16, 2), 32)
+    window = decoded.window((32, 1))
+    assert (window.addresses.tolist(), window.row_bytes) == ([48, 80], 16)
+    with pytest.raises(Fault, match="expected a multiple of 16 bytes"):
+        decoded.window((16, 1))
