@@ -34,7 +34,8 @@ _WITHOUT_EFFECT = 1 << 1 | 1 << 17 | 1 << 18 | 1 << 21
 _TF32, _CHUNKS_OF_32 = 1 << 16, 1 << 19
 _FIELDS = 7 << 4 | 15 << 7 | 3 << 13
 
-# u8, f16, f32, bf16 and u4 (two in a byte) were seen. Integers are numbered as in CUtensorMapDataType, as u8, f16 and f32 are.
+# u8, f16, f32, bf16 and u4 (two in a byte) were seen. Integers are numbered as in CUtensorMapDataType, as u8, f16 and
+# f32 are.
 _ELEMENTS = {0: "u8", 1: "u16", 2: "u32", 3: "s32", 4: "u64", 5: "s64", 6: "f16", 7: "f32", 10: "bf16", 11: "u4"}
 _ELEMENT_BYTES = {"u8": 1, "u16": 2, "f16": 2, "bf16": 2, "u32": 4, "s32": 4, "f32": 4, "u64": 8, "s64": 8}
 _PACKED = {"u4": 2}  # how many elements of dimension 0 count as one byte here
