@@ -170,7 +170,17 @@ def cta_of(lanes, address):
     rank = address >> RANK_SHIFT
     if rank >= lanes.cta.cluster.size:
         raise Fault(f"an address of rank {rank} in a cluster of {lanes.cta.cluster.size}")
-    return lanes.cta.cluster.ctas[rank]
+    target = lanes.cta.cluster.ctas[rank]
+    check_present(target, lanes.cta)
+    return target
+
+
+def check_present(target, user):
+    """Raises Fault if a CTA accesses shared memory of another one that has exited."""
+    # All operations on distributed shared memory must happen before the exit of the block that it belongs to.
+    # (CUDA Programming Guide, Distributed Shared Memory)
+    if target is not user and not target.live:
+        raise Fault(f"{user} accesses shared memory of {target}, which has exited")
 
 
 _OF_OTHER_CTAS = ("b32", "u32", "s32", "f32", "b64", "u64")  # types in shared::cluster
