@@ -405,7 +405,8 @@ def _rows(lanes, addresses, count):
 
 
 def _declare_matrices(count, transposed):
-    suffix = f"m8n8.x{count}{'.trans' if transposed else ''}.shared{{,::cta}}.b16"
+    # ptxas takes the shape and the number in either order.
+    suffix = f"{{m8n8.x{count},x{count}.m8n8}}{'.trans' if transposed else ''}.shared{{,::cta}}.b16"
 
     @action(f"ldmatrix.sync.aligned.{suffix}", f"{{b32*{count}}} = [u32]", converged="warp")
     def load(lanes, addresses):
