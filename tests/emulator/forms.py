@@ -127,7 +127,7 @@ class Case:
                 lines += [f"selp.b32 %flag, 1, 0, %out{i};", f"st.global.b32 {place}, %flag;"]
             else:
                 lines.append(f"st.global.b{bits} {place}, %out{i};")
-        return self.declarations + "\n".join([*lines, "ret;", "}", ""]).replace("ENTRY", entry)
+        return (self.declarations + "\n".join([*lines, "ret;", "}", ""])).replace("ENTRY", entry)
 
 
 def module(cases_by_entry: dict[str, Case]) -> str:
@@ -1076,12 +1076,12 @@ cvt.u64.u32 %b, %s; cvta.shared.u64 %b, %b; setp.eq.u32 %p, %kind, 1; selp.b64 %
 def call_case(form: isa.Form, type_: str, values: list[int]) -> Case:
     """A call of vprintf that prints nothing: its text is empty."""
     body = f"""{{ .param .b64 text; .param .b64 arguments; .param .b32 result; .param .{type_} other;
-.reg .b64 %text; mov.b64 %text, nothing; cvta.global.u64 %text, %text;
+.reg .b64 %text; mov.b64 %text, ENTRY_nothing; cvta.global.u64 %text, %text;
 st.param.{type_} [other], %in0; st.param.b64 [text], %text; st.param.b64 [arguments], 0;
 call.uni (result), vprintf, (text, arguments); }} mov.b{max(int(type_[1:]), 16)} %out0, %in0;"""
     column = [(max(int(type_[1:]), 16), values)]
     declarations = """.extern .func (.param .b32 result) vprintf (.param .b64 text, .param .b64 arguments);
-.global .align 1 .b8 nothing[1] = {0};
+.global .align 1 .b8 ENTRY_nothing[1] = {0};
 """
     return Case(case_name(form), form.opcode, body, column, column, declarations=declarations)
 
@@ -1886,7 +1886,7 @@ FAMILIES: list[tuple[str, Callable[[isa.Form], Iterator[Case]]]] = [
 ]
 
 SM_100 = re.compile(
-    r"(add|sub|mul|fma)\..*(f32x2|f32\.bf16|f32\.f16)$|tcgen05\.|clusterlaunchcontrol\.|cp\..*\.cta_group|redux\..*f32|(ld|st)\..*(v8|v4\.[bu]64)|stmatrix.*b8"
+    r"(add|sub|mul|fma)\..*(f32x2|f32\.bf16|f32\.f16)$|tcgen05\.|clusterlaunchcontrol\.|cp\..*\.cta_group|redux\..*f32|(ld|st)\..*(v8|v4\.[bu]64)|stmatrix.*b8|tensormap.*atomicity"
 )
 # Some forms differ in nothing but a shape, a number of registers or a hint. These are enough for every run.
 MANY = re.compile(r"wgmma\.mma_async|tcgen05\.(ld|st|mma)\.")
