@@ -10,7 +10,6 @@ from quackish.emulator import late_loads, matrices
 from quackish.emulator.clocks import joined
 from quackish.emulator.errors import Fault
 from quackish.emulator.isa import action
-from quackish.emulator.isa.data_movement import check_present
 from quackish.emulator.isa.synchronization import mbarrier_at
 from quackish.emulator.isa.tensor_allocation import by_warp, check_group, shared_addresses, uniform
 from quackish.emulator.memory import OFFSET_MASK, RANK_SHIFT
@@ -268,7 +267,6 @@ def _commit(lanes, group, addresses, masks=None):
 
         def signal(signaled=signaled, clock=clock):
             for barrier in signaled:
-                check_present(barrier.cta, cta)
                 barrier.arrived = joined(barrier.arrived, clock)
                 barrier.arrive(1)
 
