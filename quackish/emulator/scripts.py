@@ -39,7 +39,26 @@ def unchanged(compile: Any) -> Iterator[None]:
         kernel = compile(function, args, kwargs)
         kernel(*dsl.runtime_arguments(kernel.entry, args, dsl.without_options(kwargs)))
 
-    with dsl.replace_calls(call), cuda_bindings.stand_ins(), torch_cuda.cpu_as_cuda():
+    with dsl.replace_calls(call), cuda_bindings.stand_ins(), torch_cuda.cpu_as_cuda(), _without_triton():
+        yield
+
+
+@contextlib.contextmanager
+def _without_triton() -> Iterator[None]:
+    """Inside the block, a launch of a kernel of Triton raises NotImplementedError."""
+    try:
+        from triton.runtime.jit import JITFunction
+    except ImportError:
+        yield
+        return
+
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            f"the emulator runs kernels of CuTe DSL, and {self.fn.__name__} is one of Triton; call PyTorch instead, or "
+            "run the program without it"
+        )
+
+    with mock.patch.object(JITFunction, "run", refuse):
         yield
 
 
