@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -39,7 +40,7 @@ UNSUPPORTED = "PtxError", "NotImplementedError"
 UNCHECKED = "checks nothing"  # the note of a program that compares with nothing
 ITS_OWN = "the program", "the library"  # how a note begins that blames these for a Fault
 KINDS = "right", "runs", "fault of the program", "fault", "unsupported", "error", "timeout"
-LONGEST = 160  # characters of a message in the page
+LONGEST = 120  # characters of a message in the page
 SOURCES = {
     "ampere": "CUTLASS, kernels for Ampere",
     "blackwell": "CUTLASS, kernels and tutorials for Blackwell",
@@ -54,7 +55,7 @@ HEADING = """# Programs in the emulator
 
 Examples of NVIDIA's CUTLASS 4.8, and calls of quack-kernels 0.6.5 and flash-attn-4 4.0.0b36, run in
 [the emulator](emulator.md) at small sizes, with late completion and seed 0. A program is right if it launches a kernel,
-checks its result and exits with status 0; a few programs check nothing. A Fault is the program's own where its line
+checks its result and exits with status 0; a few programs check nothing. A Fault is the program's own where the remark
 says so: each was compared with the PTX manual, and such programs may work on a card all the same.
 `scripts/emulate_programs.py` runs all of them and writes this page.
 """
@@ -65,7 +66,7 @@ class Case(NamedTuple):
     gpu: str
     script: str  # below CUTLASS's examples, or in the folder of cases.txt
     arguments: list[str]
-    note: str  # the reason if the program does not run, and anything else that a reader needs to know
+    note: str  # a remark: the reason if the program does not run, and anything else that a reader needs to know
 
     @property
     def source(self) -> str:
@@ -74,7 +75,7 @@ class Case(NamedTuple):
 
 class Result(NamedTuple):
     outcome: str  # right, or what went wrong and why
-    seconds: float
+    seconds: int
 
 
 def read_cases() -> list[Case]:
@@ -159,21 +160,19 @@ def page(cases: list[Case], results: dict[str, Result]) -> str:
     for source, count in [*((SOURCES[source], count) for source, count in counts.items()), ("all", total)]:
         cells = [str(count[kind] or "") for kind in kinds]
         lines.append(f"| {source} | {count.total()} | {' | '.join(cells)} |")
-    lines += ["", "| program | GPU | result | seconds |", "|---|---|---|---|"]
+    lines += ["", "| program | GPU | result | remark | seconds |", "|---|---|---|---|---|"]
     for case in cases:
         if case.name in results:
-            lines.append(
-                f"| {case.name} | {case.gpu} | {told(case, results[case.name])} | {results[case.name].seconds} |"
-            )
+            cells = case.name, case.gpu, told(case, results[case.name]), case.note, results[case.name].seconds
+            lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines) + "\n"
 
 
 def told(case: Case, result: Result) -> str:
     """A program's result in a cell of the page."""
-    if case.note == UNCHECKED and result.outcome == "right":
-        return f"runs; {UNCHECKED}"
-    told = [result.outcome[:LONGEST], case.note]
-    return ". ".join(part for part in told if part).replace("|", "\\|")
+    if kind_of(case, result) == "runs":
+        return "runs"
+    return textwrap.shorten(result.outcome, LONGEST, placeholder=" ...").rstrip(":").replace("|", "\\|")
 
 
 def main() -> int:
