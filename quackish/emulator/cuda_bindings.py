@@ -5,6 +5,7 @@ There is one stream, whose work is complete when a call returns.
 
 import contextlib
 import ctypes
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -65,20 +66,26 @@ def _address(place: Any) -> int:
     return place.ctypes.data if isinstance(place, np.ndarray) else int(place)
 
 
+_WITHOUT_EFFECT_IN_DRIVER = (
+    "cuInit", "cuCtxSetCurrent", "cuCtxSynchronize", "cuStreamSynchronize", "cuStreamWaitEvent", "cuStreamDestroy",
+    "cuEventSynchronize", "cuEventDestroy",
+)  # fmt: skip
+_WITHOUT_EFFECT_IN_RUNTIME = (
+    "cudaSetDevice", "cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaStreamDestroy", "cudaEventSynchronize",
+    "cudaEventDestroy",
+)  # fmt: skip
+
+
 def _functions(state: _State, driver: Any, runtime: Any) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     """(module, name, function) of what programs may call. A function returns its result behind the status."""
 
     def nothing(*args: Any) -> None:
         pass
 
-    # Of each kind: the names in the driver's API, in the runtime's API, and the function.
-    for name in ("cuInit", "cuStreamSynchronize", "cuCtxSynchronize", "cuStreamDestroy", "cuEventDestroy"):
+    for name in _WITHOUT_EFFECT_IN_DRIVER:
         yield driver, name, nothing
-    for name in ("cuEventSynchronize", "cuStreamWaitEvent", "cuCtxSetCurrent"):
-        yield driver, name, nothing
-    for name in ("StreamSynchronize", "DeviceSynchronize", "StreamDestroy", "EventDestroy", "EventSynchronize"):
-        yield runtime, f"cuda{name}", nothing
-    yield runtime, "cudaSetDevice", nothing
+    for name in _WITHOUT_EFFECT_IN_RUNTIME:
+        yield runtime, name, nothing
     for name in ("cuDeviceGetCount", "cuCtxGetCurrent"):
         yield driver, name, lambda: 1
     yield runtime, "cudaGetDeviceCount", lambda: 1
@@ -127,8 +134,28 @@ def stand_ins() -> Iterator[None]:
 
     state = _State()
     statuses = {driver: driver.CUresult.CUDA_SUCCESS, runtime: runtime.cudaError_t.cudaSuccess}
+    answers = {
+        (module, name): _answering(function, statuses[module])
+        for module, name, function in _functions(state, driver, runtime)
+    }
+    for module in statuses:
+        for name, value in list(vars(module).items()):
+            is_function = _OF_CUDA.match(name) and callable(value) and not isinstance(value, type)
+            if is_function and (module, name) not in answers:
+                answers[module, name] = _refusing(name)
     with contextlib.ExitStack() as stack:
         stack.callback(state.free_all)
-        for module, name, function in _functions(state, driver, runtime):
-            stack.enter_context(mock.patch.object(module, name, _answering(function, statuses[module])))
+        for (module, name), answer in answers.items():
+            stack.enter_context(mock.patch.object(module, name, answer))
         yield
+
+
+# Names of functions and types, without functions that name errors.
+_OF_CUDA = re.compile(r"(cu|cuda)[A-Z](?!etError)\w*$")
+
+
+def _refusing(name: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"the emulator has no {name} of cuda.bindings; run the program without it")
+
+    return refuse

@@ -33,3 +33,12 @@ def test_events_and_graphs():
         assert driver.cuEventElapsedTime(start, end)[1] > 0
         with pytest.raises(NotImplementedError, match="the emulator has no CUDA graphs"):
             runtime.cudaStreamBeginCapture(0, runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal)
+
+
+def test_other_functions_are_named():
+    with (
+        cuda_bindings.stand_ins(),
+        pytest.raises(NotImplementedError, match="the emulator has no cuModuleLoad of cuda"),
+    ):
+        driver.cuModuleLoad(b"kernel.cubin")
+    assert runtime.cudaGetErrorName(runtime.cudaError_t.cudaSuccess)[1] == b"cudaSuccess"
