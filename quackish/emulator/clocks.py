@@ -83,6 +83,8 @@ class Clocks:
         self.others: list[dict[int, np.ndarray]] = [{} for _ in range(num_warps)]  # other clusters, of each warp
         self.at_fence: dict[int, Clock] = {}  # warp -> its clock at its latest fence
         self.until_fence: dict[int, Clock | None] = {}  # warp -> what a fence lets it see, after a relaxed load
+        # warp -> asynchronous work that its relaxed waits have found complete; what it issues later comes after that
+        self.completed: dict[int, Clock] = {}
         # Event numbers: earlier events of the same warp precede what each thread does now.
         self.in_warp = np.zeros((num_warps, WARP), np.int32)
 
@@ -100,6 +102,24 @@ class Clocks:
         if owner not in self.components:
             return None
         return Clock(_of_epoch(self.components[owner], epoch), {})
+
+    def complete(self, warp: int, clock: Clock | None) -> None:
+        """Records that a relaxed wait of a warp has found the asynchronous work in a clock complete."""
+        if clock is not None:
+            seen = clock.seen.copy()
+            seen[:, : self.num_warps] = 0
+            known = joined(self.completed.get(warp), Clock(seen, {}))
+            assert known is not None
+            self.completed[warp] = known
+
+    def before_work(self, row: int, warps: Any) -> np.ndarray:
+        """The epochs of each component that precede asynchronous work which all of these warps issue now."""
+        seen = self.seen[row, warps]
+        for i, warp in enumerate(warps):
+            if warp in self.completed:
+                known = self.completed[warp].seen[row]
+                seen[i, : len(known)] = np.maximum(seen[i, : len(known)], known)
+        return seen.min(axis=0)
 
     def tick(self, warps: Any) -> None:
         """Starts a new epoch of each warp: clocks that others have got do not cover it."""

@@ -92,6 +92,15 @@ def replace_calls(call: Callable) -> Iterator[None]:
         yield
 
 
+# Options of a call, which the function does not get.
+_CALL_OPTIONS = {"compile_only", "export_name", "gpu_module_attrs", "no_cache", "no_jit_engine", "pipeline"}
+
+
+def without_options(kwargs: dict) -> dict:
+    """The keyword arguments of a call that are the function's own."""
+    return {name: value for name, value in kwargs.items() if name not in _CALL_OPTIONS}
+
+
 def runtime_arguments(compiled: Any, args: tuple, kwargs: dict) -> tuple:
     """The arguments of a call that the compiled function takes: by position, with defaults, without constants."""
     return compiled.execution_args.get_rectified_args_from_original_args(args, kwargs)

@@ -109,6 +109,7 @@ class Grid:
         self.ctas_on_sm = [0] * gpu.sm_count
         self.tensor_memories: dict[int, Any] = {}  # SM -> tensor_memory.TensorMemory
         self.tensor_memory_columns = 0
+        self.changed_tensor_maps: dict[int, int] = {}  # address -> when; see isa.tensor_maps
         self.cta_group = 0  # the .cta_group of all tcgen05 instructions; 0 before the first one
         self._check(getattr(launch, "cooperative", False))
 

@@ -30,8 +30,10 @@ _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 _WITHOUT_EFFECT_HERE = {
     0,  # ignore
     5,  # cluster scheduling policy
+    7,  # programmatic event: events are those of the host, behind the launch
     8,  # priority
     11,  # preferred cluster dimension: a GPU may use it, or the cluster dimension
+    12,  # launch completion event
     14,  # preferred shared memory carveout
 }
 

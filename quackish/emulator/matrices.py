@@ -106,6 +106,16 @@ def in_shared_memory(shared: np.ndarray, descriptor: Descriptor, rows: int, elem
     return _TO_F32[element](shared[base // width :][indices])
 
 
+def rows_in_shared_memory(shared: np.ndarray, descriptor: int, rows: int, size: int) -> np.ndarray:
+    """Rows of 16 or 32 bytes as uint32, (rows, size / 4), as tcgen05.cp reads them. shared: as uint32."""
+    return shared[_indices(rows, 4, descriptor_sm100(descriptor), False)[:, : size // 4]]
+
+
+def row_chunks(descriptor: int, rows: int, size: int) -> np.ndarray:
+    """The numbers of the chunks of 16 bytes that `rows_in_shared_memory` reads."""
+    return np.unique(_indices(rows, 4, descriptor_sm100(descriptor), False)[:, : size // 4] // 4)
+
+
 @functools.lru_cache(1024)
 def extent(descriptor: Descriptor, rows: int, element: str, mn_major: bool) -> tuple[int, int]:
     """The bounds in shared memory of what `in_shared_memory` reads: (first byte, one after the last byte)."""
@@ -175,6 +185,31 @@ def registers_to_a(registers: np.ndarray, element: str) -> np.ndarray:
     bits = np.ascontiguousarray(registers).view(f"u{width}")
     split = bits.reshape(2, 2, 4, 8, 4, 4 // width)  # i / 2, i % 2; warp, group, t % 4; element
     return _TO_F32[element](np.ascontiguousarray(split.transpose(2, 1, 3, 0, 4, 5)).reshape(64, 32 // width))
+
+
+# Fragments of mma.sync, (warps, registers, 32): thread t is thread t % 4 of group t / 4. (Matrix Fragments for mma)
+
+
+def fragment_to_matrix(registers: np.ndarray, element: str, rows: int) -> np.ndarray:
+    """Converts A (16 rows) or B (8 columns) to fp32, (warps, rows, k).
+
+    Register i has row 8 * (i % (rows / 8)) + group and the 4 bytes of k at 4 * (t % 4) + 16 * (i / (rows / 8)).
+    """
+    warps, count, _ = registers.shape
+    width, parts = ELEMENT_BYTES[element], rows // 8
+    split = np.ascontiguousarray(registers).view(f"u{width}").reshape(warps, count // parts, parts, 8, 4, 4 // width)
+    # warp, k's part, row's part, group, t % 4, element -> warp, row's part, group, k's part, t % 4, element
+    return _TO_F32[element](np.ascontiguousarray(split.transpose(0, 2, 3, 1, 4, 5)).reshape(warps, rows, -1))
+
+
+def accumulator_to_fragment(d: np.ndarray) -> np.ndarray:
+    """Converts (warps, 16, 8) to (warps, 4, 32): register i has row 8 * (i / 2) + group, column 2 * (t % 4) + i % 2."""
+    return d.reshape(-1, 2, 8, 4, 2).transpose(0, 1, 4, 2, 3).reshape(-1, 4, 32)
+
+
+def fragment_to_accumulator(registers: np.ndarray) -> np.ndarray:
+    """The inverse of `accumulator_to_fragment`."""
+    return registers.reshape(-1, 2, 2, 8, 4).transpose(0, 1, 3, 4, 2).reshape(-1, 16, 8)
 
 
 # tcgen05

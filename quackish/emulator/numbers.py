@@ -7,6 +7,7 @@ bits of a GPU, except those of the functions named `approximate_...`. Run them u
 The quotations are from the PTX ISA.
 """
 
+import fractions
 from collections.abc import Callable
 from typing import Any
 
@@ -284,7 +285,7 @@ def f32_to_tf32(x: Array) -> Array:
 _TO_INTEGRAL = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 
 
-def f32_to_integer(x: Array, rounding: str, dtype: Any) -> Array:
+def float_to_integer(x: Array, rounding: str, dtype: Any, is_f64: bool = False) -> Array:
     """Rounds to an integer type; values out of range saturate.
 
     `rounding` is "rni", "rzi", "rmi" or "rpi". NaN gives "Zero if source is not .f64 and destination is not .s64,
@@ -292,10 +293,60 @@ def f32_to_integer(x: Array, rounding: str, dtype: Any) -> Array:
     """
     info, value = np.iinfo(dtype), _TO_INTEGRAL[rounding](_f64(x))
     below, above = value <= info.min, value >= info.max
-    nan = np.uint64(0 if info.bits < 64 else 1 << 63).astype(dtype)
+    nan = np.uint64(1 << (info.bits - 1) if is_f64 or info.bits == 64 else 0).astype(dtype)
     inside = np.where(below | above | (value != value), 0, value).astype(dtype)
     saturated = np.where(below, dtype(info.min), np.where(above, dtype(info.max), inside))
     return np.where(value != value, nan, saturated)
+
+
+def to_integral(x: Array, rounding: str) -> Array:
+    """Rounds fp32 or fp64 to an integer of the same type."""
+    result = _TO_INTEGRAL[rounding](x)
+    return canonical(result) if result.dtype == np.float32 else result
+
+
+# fp64. NaN keeps the payload of an operand, as numpy's does.
+
+
+def fma_f64(a: Array, b: Array, c: Array) -> Array:
+    """a * b + c with one rounding. Finite numbers are added as fractions, one after another."""
+    a, b, c = np.broadcast_arrays(a, b, c)
+    result = np.array(a * b + c)
+    for i in np.flatnonzero(np.isfinite(a) & np.isfinite(b) & np.isfinite(c) & (a != 0) & (b != 0)):
+        exact = fractions.Fraction(a.flat[i]) * fractions.Fraction(b.flat[i]) + fractions.Fraction(c.flat[i])
+        result.flat[i] = _nearest_f64(exact)
+    return result
+
+
+def _nearest_f64(x: fractions.Fraction) -> float:
+    try:
+        return float(x)
+    except OverflowError:
+        return np.inf if x > 0 else -np.inf
+
+
+def minimum_f64(a: Array, b: Array) -> Array:
+    return np.where((a == 0) & (b == 0) & np.signbit(a), a, np.fmin(b, a))
+
+
+def maximum_f64(a: Array, b: Array) -> Array:
+    return np.where((a == 0) & (b == 0) & ~np.signbit(a), a, np.fmax(b, a))
+
+
+def coarse_rcp_f64(a: Array) -> Array:
+    """rcp.approx.ftz.f64: the upper halves of the operand and of the result alone have a meaning."""
+    return _upper_half(1 / _upper_half(a))
+
+
+def coarse_rsqrt_f64(a: Array) -> Array:
+    """rsqrt.approx.ftz.f64, which is as coarse as `coarse_rcp_f64`."""
+    return _upper_half(1 / np.sqrt(_upper_half(a)))
+
+
+def _upper_half(a: Array) -> Array:
+    """Drops the lower 32 bits; subnormal numbers become zeros of their sign."""
+    upper = (np.asarray(a, np.float64).view(np.uint64) & np.uint64(0xFFFFFFFF00000000)).view(np.float64)
+    return np.where(np.abs(upper) < 2.0**-1022, np.copysign(0.0, upper), upper)
 
 
 # bf16 and fp16 arithmetic: one rounding, to nearest

@@ -185,7 +185,8 @@ class Operands:
     def _special_reader(self, type_: str, special: Special, instruction: Instruction) -> Reader:
         name, dtype = special.name, dtype_of(type_)
         if not re.fullmatch(
-            r"%(tid|ntid|ctaid|nctaid|(n?cluster|cluster_(n?cta))id)\.[xyz]|%laneid|%warpid|%lanemask_lt|%cluster_n?ctarank",
+            r"%(tid|ntid|ctaid|nctaid|(n?cluster|cluster_(n?cta))id)\.[xyz]|%laneid|%n?warpid|%cluster_n?ctarank"
+            r"|%lanemask_(eq|le|lt|ge|gt)|%dynamic_smem_size",
             name,
         ):
             refuse(self.entry, instruction, f"special register {name}")

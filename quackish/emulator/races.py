@@ -57,7 +57,7 @@ class AsyncRaces:
         shadow = self.shadow
         width = len(shadow.columns)
         found = shadow.reads[granules, :width]
-        seen = self.clocks.seen[ORDERED, warps].min(axis=0)
+        seen = self.clocks.before_work(ORDERED, warps)
         late = self.races.events.epoch[found] > seen[shadow.components()]
         if late.any():
             late &= ~self._in_order(shadow.components(), component)
@@ -73,7 +73,7 @@ class AsyncRaces:
     def _check_issue(self, granules: np.ndarray, warps: list[int], component: int, verb: str) -> np.ndarray:
         """Checks that the last writes of granules precede work that `warps` issue now."""
         found, events = self.shadow.writes[granules], self.races.events
-        seen = self.clocks.seen[ORDERED, warps].min(axis=0)
+        seen = self.clocks.before_work(ORDERED, warps)
         late = events.epoch[found] > seen[events.component[found]]
         if late.any():
             late &= ~self._in_order(events.component[found], component)
@@ -265,7 +265,7 @@ class SharedRaces(AsyncRaces):
         # fence.proxy.async should be used to synchronize memory between generic proxy and the async proxy."
         # (PTX, Async Proxy)
         found, events = self.shadow.writes[granules], self.races.events
-        seen = self.clocks.seen[SHARED, warps].min(axis=0)
+        seen = self.clocks.before_work(SHARED, warps)
         late = (events.epoch[found] > seen[events.component[found]]) & ~events.is_async[found]
         if late.any():
             i = int(np.argmax(late))
@@ -327,10 +327,15 @@ class Races:
         self.order_warp(lanes)
 
     def acquire_at_fence(self, lanes: Any, clock: Clock | None) -> None:
-        """Orders what a clock knows before what these threads do after their next fence."""
-        until_fence = lanes.cta.cluster.clocks.until_fence
+        """Orders what a clock knows before what these threads do after their next fence.
+
+        Asynchronous work in it is complete, so what the threads issue next comes after it even without a fence.
+        """
+        clocks = lanes.cta.cluster.clocks
+        until_fence = clocks.until_fence
         for warp in self.warps(lanes).tolist():
             until_fence[warp] = joined(until_fence.get(warp), clock)
+            clocks.complete(warp, clock)
 
     def meet(self, lanes: Any, others: Any) -> None:
         """Threads of two CTAs of a cluster wait for each other."""
@@ -456,7 +461,8 @@ class Races:
         clocks, owner = cta.cluster.clocks, ("tcgen05.mma", thread)
         _, epoch = self.group(cta, owner)
         self.commit(cta, owner)
-        before = clocks.release([self.first_warp(cta) + thread // WARP])
+        warp = self.first_warp(cta) + thread // WARP
+        before = joined(clocks.release([warp]), clocks.completed.get(warp))
         return joined(before, clocks.of_epoch((cta.rank, owner), epoch))
 
     def group(self, cta: Any, owner: Hashable) -> tuple[int, int]:

@@ -22,6 +22,7 @@ RULES = {
     "launch-race": Rule("An access that may come before the end of an earlier launch.", goes_on=True),
     "mbarrier-init-race": Rule("A use of an mbarrier that nothing orders after its initialization.", goes_on=True),
     "proxy-fence": Rule("No `fence.proxy.async` between a write and a read by the async proxy.", goes_on=True),
+    "tensor-map-fence": Rule("No fence of the tensor map's proxy between a change of it and a copy."),
     "wgmma-registers": Rule("An access of a register that a pending `wgmma` uses.", goes_on=True),
     "wgmma-fence": Rule("No `wgmma.fence` between an access of registers and their `wgmma`.", goes_on=True),
     # Barriers
@@ -33,6 +34,7 @@ RULES = {
     "out-of-bounds": Rule("An access outside of tensors, parameters, or what a CTA or thread has of other memory."),
     "misaligned": Rule("An address or a size that is not a multiple of what the instruction needs."),
     "wrong-cta": Rule("An address in a CTA that the instruction cannot access."),
+    "exited-cta": Rule("An access of shared memory of a CTA that has exited."),
     "tensor-memory-lanes": Rule("An access of lanes of tensor memory that the warp or the product cannot access."),
     # Threads
     "member-mask": Rule("A member mask without a thread that executes the instruction."),

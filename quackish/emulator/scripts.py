@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from quackish.emulator import dsl, host, torch_cuda
+from quackish.emulator import cuda_bindings, dsl, host, torch_cuda
 
 _PRELOADED = "QUACKISH_EMULATOR_PRELOADED"
 
@@ -37,9 +37,28 @@ def unchanged(compile: Any) -> Iterator[None]:
 
     def call(function: Any, args: tuple, kwargs: dict) -> None:
         kernel = compile(function, args, kwargs)
-        kernel(*dsl.runtime_arguments(kernel.entry, args, kwargs))
+        kernel(*dsl.runtime_arguments(kernel.entry, args, dsl.without_options(kwargs)))
 
-    with dsl.replace_calls(call), torch_cuda.cpu_as_cuda():
+    with dsl.replace_calls(call), cuda_bindings.stand_ins(), torch_cuda.cpu_as_cuda(), _without_triton():
+        yield
+
+
+@contextlib.contextmanager
+def _without_triton() -> Iterator[None]:
+    """Inside the block, a launch of a kernel of Triton raises NotImplementedError."""
+    try:
+        from triton.runtime.jit import JITFunction
+    except ImportError:
+        yield
+        return
+
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            f"the emulator runs kernels of CuTe DSL, and {self.fn.__name__} is one of Triton; call PyTorch instead, or "
+            "run the program without it"
+        )
+
+    with mock.patch.object(JITFunction, "run", refuse):
         yield
 
 

@@ -34,9 +34,11 @@ _WITHOUT_EFFECT = 1 << 1 | 1 << 17 | 1 << 18 | 1 << 21
 _TF32, _CHUNKS_OF_32 = 1 << 16, 1 << 19
 _FIELDS = 7 << 4 | 15 << 7 | 3 << 13
 
-# u8, f16, f32 and bf16 were seen. Integers are numbered as in CUtensorMapDataType, as u8, f16 and f32 are.
-_ELEMENTS = {0: "u8", 1: "u16", 2: "u32", 3: "s32", 4: "u64", 5: "s64", 6: "f16", 7: "f32", 10: "bf16"}
+# u8, f16, f32, bf16 and u4 (two in a byte) were seen. Integers are numbered as in CUtensorMapDataType, as u8, f16 and
+# f32 are.
+_ELEMENTS = {0: "u8", 1: "u16", 2: "u32", 3: "s32", 4: "u64", 5: "s64", 6: "f16", 7: "f32", 10: "bf16", 11: "u4"}
 _ELEMENT_BYTES = {"u8": 1, "u16": 2, "f16": 2, "bf16": 2, "u32": 4, "s32": 4, "f32": 4, "u64": 8, "s64": 8}
+_PACKED = {"u4": 2}  # how many elements of dimension 0 count as one byte here
 _SWIZZLES = [Swizzle.NONE, Swizzle.B32, Swizzle.B64, Swizzle.B128]
 
 
@@ -58,7 +60,7 @@ class Window(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TensorMap:
-    """Dimension 0 is the fastest one, as in PTX's coordinates."""
+    """Dimension 0 is the fastest one, as in PTX's coordinates. It counts elements, or bytes of packed ones."""
 
     address: int
     element: str  # such as "bf16"
@@ -73,7 +75,7 @@ class TensorMap:
 
     @property
     def element_bytes(self) -> int:
-        return _ELEMENT_BYTES[self.element]
+        return _ELEMENT_BYTES.get(self.element, 1)
 
     @property
     def byte_shape(self) -> tuple[int, ...]:
@@ -89,6 +91,7 @@ class TensorMap:
         """The part of a box at `coordinates` that is inside the tensor; without rows if none is."""
         if len(coordinates) != self.rank:
             raise Fault("tensor-map", f"{len(coordinates)} coordinates for a tensor map of rank {self.rank}: {self}")
+        coordinates = (coordinates[0] // _PACKED.get(self.element, 1), *coordinates[1:])
         # "The address of the bounding Box must also be aligned to 16 bytes." (PTX, bounding box) Otherwise an H200 ends
         # with an illegal instruction. The tensor's address and its strides are multiples of 16.
         if coordinates[0] * self.element_bytes % 16:
@@ -178,17 +181,74 @@ def _decode(data: bytes) -> TensorMap:
         )
     halves = [half for word in words for half in (word & 0xFFFFFFFF, word >> 32)]
     strides = [(halves[3 + i] | (halves[7] >> 4 * i & 15) << 32) * 16 for i in range(rank - 1)]
-    boxes = [words[6] >> 56, *(words[7] >> 8 * i & 255 for i in range(4))]
+    boxes = [(words[6] >> 56) + 1, *((words[7] >> 8 * i & 255) + 1 for i in range(4))]
+    sizes = [size + 1 for size in halves[8 : 8 + rank]]
+    packed = _PACKED.get(element, 1)
+    sizes[0], boxes[0] = sizes[0] // packed, boxes[0] // packed
     decoded = TensorMap(
         address=words[0],
         element=element,
-        sizes=tuple(size + 1 for size in halves[8 : 8 + rank]),
+        sizes=tuple(sizes),
         strides=tuple(strides),
-        box=tuple(size + 1 for size in boxes[:rank]),
+        box=tuple(boxes[:rank]),
         swizzle=Swizzle.B128_ATOM_32B if flags & _CHUNKS_OF_32 else swizzle,
     )
     _check(decoded)
     return decoded
+
+
+# Codes of tensormap.replace: the element type here, and whether it is tf32. (PTX, tensormap.replace: elemtype)
+_REPLACED_ELEMENTS = {**{code: (code, False) for code in (0, 1, 2, 3, 4, 5, 6, 7, 10)}, 11: (7, True)}
+
+
+def replace(data: np.ndarray, field: str, ordinal: int, value: int) -> None:
+    """Changes a field of the 128 bytes of a tensor map, as tensormap.replace does. ordinal: of a dimension or stride.
+
+    Raises Fault for values that no map has, NotImplementedError for features that no map has here.
+    """
+    halves = data.view(np.uint32)
+    if field == "global_address":
+        halves[:2] = np.array([value], np.uint64).view(np.uint32)
+    elif field == "rank":  # "this field is zero-based": rank - 1
+        _set(halves, 2, 4, 3, value)
+    elif field == "box_dim":
+        _check_ordinal(field, ordinal, 5)
+        if not 1 <= value <= 256:
+            raise Fault("tensor-map", f"tensormap.replace of box_dim by {value}; valid are 1 to 256")
+        word, bit = (13, 24) if ordinal == 0 else (14, 8 * (ordinal - 1))
+        _set(halves, word, bit, 8, value - 1)
+    elif field == "global_dim":
+        _check_ordinal(field, ordinal, 5)
+        halves[8 + ordinal] = (value - 1) % 2**32
+    elif field == "global_stride":
+        _check_ordinal(field, ordinal, 4)
+        if value % 16 or value >> 40:
+            raise Fault(
+                "tensor-map", f"tensormap.replace of global_stride by {value}; it must be a multiple of 16 below 2^40"
+            )
+        halves[3 + ordinal] = value >> 4 & 0xFFFFFFFF
+        _set(halves, 7, 4 * ordinal, 4, value >> 36)
+    elif field == "elemtype" and value in _REPLACED_ELEMENTS:
+        code, is_tf32 = _REPLACED_ELEMENTS[value]
+        _set(halves, 2, 7, 4, code)
+        _set(halves, 2, 16, 1, is_tf32)
+    elif field == "swizzle_mode" and value < len(_SWIZZLES):
+        _set(halves, 2, 13, 2, value)
+    elif field == "swizzle_atomicity" and value <= 1:  # 16 or 32 bytes
+        _set(halves, 2, 19, 1, value)
+    elif (field, value) not in (("element_stride", 1), ("interleave_layout", 0), ("fill_mode", 0)):
+        raise NotImplementedError(f"tensormap.replace of {field} by {value}")
+
+
+def _set(halves: np.ndarray, word: int, bit: int, count: int, value: int) -> None:
+    """Sets bits of a word."""
+    mask = (1 << count) - 1
+    halves[word] = int(halves[word]) & ~(mask << bit) & 0xFFFFFFFF | (value & mask) << bit
+
+
+def _check_ordinal(field: str, ordinal: int, count: int) -> None:
+    if not 0 <= ordinal < count:
+        raise Fault("tensor-map", f"tensormap.replace of {field} {ordinal}; a tensor map has {count}")
 
 
 def _check(tensor_map: TensorMap) -> None:

@@ -222,6 +222,7 @@ class Cta:
         self.sm = 0  # the SM where it is resident
         self.tensor_memory: Any = None  # its tensor_memory.Share, once it has one
         self.thread_copies: Any = None  # isa.thread_copy.ThreadCopies, once it has any
+        self.acquired_tensor_maps: dict[int, int] = {}  # address -> the change that a thread has acquired
         self.saw_no_cluster = False  # see isa.launch_control
         self.pending_loads: dict[int, list] = {}  # warp -> late_loads.Load, oldest first
         self.block = 0  # the block that runs now
@@ -282,6 +283,14 @@ class Cta:
                 self.tensor_memory.check_exit()
 
 
+def lane_masks(lane: np.ndarray) -> dict[str, np.ndarray]:
+    """The masks of the lanes that equal a thread's own one, that are less, and so on."""
+    own = np.uint32(1) << lane
+    less = own - np.uint32(1)
+    masks = {"eq": own, "lt": less, "le": less | own, "ge": ~less, "gt": ~(less | own)}
+    return {f"%lanemask_{name}": mask for name, mask in masks.items()}
+
+
 def special_registers(grid: Any, cluster: Any, rank: int, index: tuple[int, int, int]) -> dict[str, Any]:
     """Values of special registers: an array over the CTA's threads, or one for all. (PTX, Special Registers)"""
     threads = np.arange(grid.num_threads, dtype=np.uint32)
@@ -293,7 +302,9 @@ def special_registers(grid: Any, cluster: Any, rank: int, index: tuple[int, int,
         "%tid.z": threads // (x * y),
         "%laneid": lane,
         "%warpid": threads // np.uint32(WARP),
-        "%lanemask_lt": (np.uint32(1) << lane) - np.uint32(1),
+        "%nwarpid": np.uint32(-(-grid.num_threads // WARP)),
+        "%dynamic_smem_size": np.uint32(grid.dynamic_shared_bytes),
+        **lane_masks(lane),
         "%cluster_ctarank": np.uint32(rank),
         "%cluster_nctarank": np.uint32(cluster.size),
     }

@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
+from quackish.emulator.cuda_bindings import no_graphs
 from quackish.emulator.gpu import capability
 
 
@@ -47,7 +48,7 @@ class _Event:
 
     def __init__(self, *args: Any, **kwargs: Any):
         self._time = 0.0
-        self.cuda_event = 0
+        self.cuda_event = 1  # the address of an event that exists
 
     def record(self, stream: Any = None) -> None:
         self._time = time.perf_counter()
@@ -70,10 +71,6 @@ class _Generator(torch.Generator):
 
     def __new__(cls, device: Any = "cpu") -> Any:
         return super().__new__(cls, "cpu")  # type: ignore[call-arg]
-
-
-def _no_graphs(*args: Any, **kwargs: Any) -> Any:
-    raise NotImplementedError("the emulator has no CUDA graphs; run the program without them")
 
 
 class _CpuAsCuda(TorchFunctionMode):
@@ -114,8 +111,8 @@ def cpu_as_cuda() -> Iterator[None]:
     replaced = {
         "Stream": _Stream,
         "Event": _Event,
-        "CUDAGraph": _no_graphs,
-        "graph": _no_graphs,
+        "CUDAGraph": no_graphs,
+        "graph": no_graphs,
         "stream": contextlib.nullcontext,
         "set_device": _constant(None),
         "init": _constant(None),

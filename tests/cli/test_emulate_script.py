@@ -77,6 +77,24 @@ def test_what_is_not_supported_is_named(tmp_path):
     assert "the emulator has no CUDA graphs" in done.stderr
 
 
+def test_kernels_of_triton_are_refused(tmp_path):
+    pytest.importorskip("triton")
+    script = """
+import torch, triton, triton.language as tl
+
+@triton.jit
+def copy(x, y, n: tl.constexpr):
+    i = tl.arange(0, n)
+    tl.store(y + i, tl.load(x + i))
+
+x = torch.randn(64, device="cuda")
+copy[(1,)](x, torch.empty_like(x), 64)
+"""
+    done = emulate(tmp_path, script)
+    assert done.returncode == 1
+    assert "NotImplementedError: the emulator runs kernels of CuTe DSL, and copy is one of Triton" in done.stderr
+
+
 def test_devices():
     from quackish.emulator import torch_cuda
 

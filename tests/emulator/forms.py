@@ -127,7 +127,7 @@ class Case:
                 lines += [f"selp.b32 %flag, 1, 0, %out{i};", f"st.global.b32 {place}, %flag;"]
             else:
                 lines.append(f"st.global.b{bits} {place}, %out{i};")
-        return self.declarations + "\n".join([*lines, "ret;", "}", ""]).replace("ENTRY", entry)
+        return (self.declarations + "\n".join([*lines, "ret;", "}", ""])).replace("ENTRY", entry)
 
 
 def module(cases_by_entry: dict[str, Case]) -> str:
@@ -481,18 +481,35 @@ def _mixed_meaning(parts: list[str]) -> Meaning:
     return meaning
 
 
-def _to_integer(rounding: str, type_: str) -> Meaning:
+INTEGRAL = {"rni": round, "rzi": math.trunc, "rmi": math.floor, "rpi": math.ceil}
+
+
+def _saturated(value: float, rounding: str, type_: str) -> int:
+    """A number that is rounded to an integer type."""
     bits, _ = _typed(type_)
     low, high = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if type_[0] == "s" else (0, (1 << bits) - 1)
-    integral = {"rni": round, "rzi": math.trunc, "rmi": math.floor, "rpi": math.ceil}[rounding]
+    if math.isinf(value):
+        return high if value > 0 else low
+    return min(max(INTEGRAL[rounding](value), low), high)
+
+
+def _to_integer(rounding: str, type_: str) -> Meaning:
+    bits, _ = _typed(type_)
 
     def meaning(a):
         value = float_of(a)
         if math.isnan(value):
             return 0 if bits < 64 else 1 << 63
-        if math.isinf(value):
-            return high if value > 0 else low
-        return min(max(integral(value), low), high)
+        return _saturated(value, rounding, type_)
+
+    return meaning
+
+
+def _to_integral(rounding: str) -> Meaning:
+    def meaning(a):
+        value = float_of(a)
+        whole = math.copysign(float(INTEGRAL[rounding](value)), value) if math.isfinite(value) else value
+        return bits_of(whole)
 
     return meaning
 
@@ -513,7 +530,7 @@ def _cvt_meaning(parts: list[str]) -> Meaning:
 
         return widened
     if source == "f32":
-        return _to_integer(parts[1], to)
+        return _to_integral(parts[1]) if to == "f32" else _to_integer(parts[1], to)
     _, value = _typed(source)
     if to == "f32":
         return lambda a: bits_of(float(exact.F32.round(exact.Fraction(value(a)))) if value(a) else 0.0)
@@ -719,33 +736,120 @@ def _f64_bits(value: float) -> int | None:
     return None if math.isnan(value) else int(np.float64(value).view(np.uint64))
 
 
+F64 = exact.Format(53, -1074, 1023)
+
+
+def _f64(bits: int) -> float:
+    return float(np.uint64(bits).view(np.float64))
+
+
+def _coarse(function: Callable[[float], float]) -> Callable[[float], float]:
+    """.approx.ftz.f64: the upper 32 bits of the operand and of the result count, without subnormal numbers."""
+
+    def upper(value: float) -> float:
+        if math.isnan(value):
+            return value
+        kept = _f64((_f64_bits(value) or 0) >> 32 << 32)
+        return kept if abs(kept) >= 2.0**-1022 else math.copysign(0.0, kept)
+
+    return lambda x: x if math.isnan(x) else upper(function(upper(x)))
+
+
+def _inverse(x: float) -> float:
+    return math.copysign(INF, x) if x == 0 else 1 / x
+
+
+def _inverse_root(x: float) -> float:
+    return math.copysign(INF, x) if x == 0 else NAN if x < 0 else 1 / math.sqrt(x)
+
+
+F64_OPERATIONS: dict[str, Callable[..., float]] = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "neg": operator.neg, "abs": abs,
+    "div": np.divide, "fma": functools.partial(exact.fma, form=F64),
+    "sqrt": _sqrt, "rcp.rn": _inverse, "rcp.approx": _coarse(_inverse), "rsqrt.approx": _inverse_root,
+    "rsqrt.approx.ftz": _coarse(_inverse_root), "min": lambda a, b: _minimum(a, b, min, False),
+    "max": lambda a, b: _minimum(a, b, max, False), "copysign": lambda a, b: math.copysign(b, a),
+}  # fmt: skip
+
+
+def _near(given: int, expected: int, got: int) -> bool:
+    """Approximate results have 20 bits or more."""
+    return abs(_f64(got) - _f64(expected)) <= 2.0**-19 * abs(_f64(expected))
+
+
 def f64_cases(form: isa.Form) -> Iterator[Case]:
     """Numbers in fp64. What a NaN's bits are is left open."""
     parts, random = form.opcode.split("."), random_of(form.opcode)
-    columns = [[*FLOATS[:11], *random.normal(size=32 - 11).tolist()] for _ in form.operands]
+    count = sum("f64" in operand or "f32" in operand for operand in form.operands) or 1
+    columns = [[*FLOATS[:11], *random.normal(size=32 - 11).tolist()] for _ in range(count)]
     for column in columns[1:]:
         random.shuffle(column)
-    if parts[0] == "cvt" and parts[-1] == "f32":
+    if form.opcode in ("cvt.f64.f16", "cvt.f64.bf16"):
+        half = {"f16": F16, "bf16": BF16}[parts[-1]]
+        bits = [sixteen_bits(half, value) for value in columns[0]]
+        results = [_f64_bits(sixteen_value(half, x)) for x in bits]
+        yield _column_case(form, f"{form.opcode} %out0, %in0;", [(16, bits)], [(64, results)])
+    elif parts[0] == "cvt" and parts[-1] == "f32":
         bits = [float_bits(value) for value in columns[0]]
         yield _column_case(
             form, f"{form.opcode} %out0, %in0;", [(32, bits)], [(64, [_f64_bits(float_of(x)) for x in bits])]
         )
-    elif parts[0] == "cvt" and parts[-1] == "f64":
+    elif form.opcode == "cvt.rn.f32.f64":
         values = [value * (1 + 2.0**-30) for value in columns[0]]
         inputs = [(64, [int(np.float64(value).view(np.uint64)) for value in values])]
         results = [None if math.isnan(value) else float_bits(float(np.float32(value))) for value in values]
         yield _column_case(form, f"{form.opcode} %out0, %in0;", inputs, [(32, results)])
-    elif parts[0] == "cvt":
+    elif parts[0] == "cvt" and parts[-1] != "f64":
         bits, value_of = _typed(parts[-1])
         numbers = pool(parts[-1])
         results = [_f64_bits(float(value_of(number))) for number in numbers]
         yield _column_case(form, f"{form.opcode} %out0, %in0;", [(bits, numbers)], [(64, results)])
     else:
-        inputs = [(64, [int(np.float64(value).view(np.uint64)) for value in column]) for column in columns]
+        yield _f64_case(form, parts, columns)
+
+
+def _f64_case(form: isa.Form, parts: list[str], columns: list[list[float]]) -> Case:
+    """An instruction whose operands are fp64 numbers, and perhaps a predicate."""
+    inputs = [(64, [int(np.float64(value).view(np.uint64)) for value in column]) for column in columns]
+    rows = list(zip(*columns, strict=True))
+    bound = None
+    if parts[0] == "setp":
+        predicates = [thread % 3 == 0 for thread in range(32)]
+        combine = {"and": operator.and_, "or": operator.or_, "xor": operator.xor}.get(parts[2])
+        found = [_compare(parts[1], *row) for row in rows]
+        if combine:
+            inputs.append((1, [int(value) for value in predicates]))
+            found = [combine(a, b) for a, b in zip(found, predicates, strict=True)]
+        outputs = [(1, [int(value) for value in found])]
+        results = "%out0"
+        if "|" in form.results[0]:
+            outputs.append((1, [int(not value) for value in found]))
+            results = "%out0|%out1"
+    elif parts[0] == "selp":
+        inputs.append((1, [thread % 3 % 2 for thread in range(32)]))
+        chosen_bits = [inputs[0 if thread % 3 % 2 else 1][1][thread] for thread in range(32)]
+        outputs, results = [(64, chosen_bits)], "%out0"
+    elif parts[0] == "cvt" and parts[-2] != "f64":  # to an integer
+        bits, _ = _typed(parts[-2])
+        values = [1 << (bits - 1) if math.isnan(x) else _saturated(x, parts[1], parts[-2]) for (x,) in rows]
+        outputs, results = [(bits, [value % (1 << bits) for value in values])], "%out0"
+    else:
+        if parts[0] == "cvt":
+            function = _rounded_f64(parts[1])
+        else:
+            names = [".".join(parts[:3]), ".".join(parts[:2]), parts[0]]
+            function = F64_OPERATIONS[next(name for name in names if name in F64_OPERATIONS)]
+            bound = _near if "approx" in parts else None
         with np.errstate(all="ignore"):
-            function = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide}[parts[0]]
-            results = [_f64_bits(float(function(np.float64(a), np.float64(b)))) for a, b in zip(*columns, strict=True)]
-        yield _column_case(form, f"{form.opcode} %out0, %in0, %in1;", inputs, [(64, results)])
+            outputs, results = [(64, [_f64_bits(float(function(*row))) for row in rows])], "%out0"
+    operands = ", ".join(f"%in{i}" for i in range(len(inputs)))
+    case = _column_case(form, f"{form.opcode} {results}, {operands};", inputs, outputs)
+    return dataclasses.replace(case, bound=bound)
+
+
+def _rounded_f64(rounding: str) -> Callable[[float], float]:
+    integral = INTEGRAL[rounding]
+    return lambda x: x if not math.isfinite(x) else math.copysign(float(integral(x)), x)
 
 
 def saturating_cases(form: isa.Form) -> Iterator[Case]:
@@ -941,15 +1045,43 @@ def local_cases(form: isa.Form) -> Iterator[Case]:
         yield Case(name, form.opcode, f"{place}{body}", inputs, inputs)
 
 
+def generic_cases(form: isa.Form) -> Iterator[Case]:
+    """A third of the threads each accesses global, shared and local memory, which have the thread's scratch."""
+    type_, count = _element(form.opcode)
+    size, bits = int(type_[1:]) // 8, max(int(type_[1:]), 16)
+    name, words = case_name(form), random_words(case_name(form), 64)
+    data, offset = scratch_bytes(words), size * count % 16
+    names = [f"%{'out' if form.opcode.startswith('ld') else 'in'}{i}" for i in range(count)]
+    vector = names[0] if count == 1 else f"{{{', '.join(names)}}}"
+    place = f"""{TO_SHARED}.local .align 16 .b8 ENTRY_array[16]; .reg .b64 %a, %b; .reg .b32 %kind; .reg .pred %p;
+mov.b64 %a, ENTRY_array; st.local.b64 [%a], %c0; st.local.b64 [%a+8], %c1; cvta.local.u64 %a, %a;
+rem.u32 %kind, %t, 3; setp.eq.u32 %p, %kind, 0; selp.b64 %a, %g, %a, %p;
+cvt.u64.u32 %b, %s; cvta.shared.u64 %b, %b; setp.eq.u32 %p, %kind, 1; selp.b64 %a, %b, %a, %p;
+"""
+    spans = [[16 * thread + offset + size * i for thread in range(32)] for i in range(count)]
+    if form.opcode.startswith("ld"):
+        outputs = [(bits, [int.from_bytes(data[at : at + size], "little") for at in span]) for span in spans]
+        yield Case(name, form.opcode, f"{place}{form.opcode} {vector}, [%a+{offset}];", [], outputs, scratch=words)
+        return
+    values = [[word % (1 << 8 * size) for word in random_words(f"{name} {i}", 32)] for i in range(count)]
+    for span, column in zip(spans, values, strict=True):
+        for at, value in zip(span, column, strict=True):
+            data[at : at + size] = value.to_bytes(size, "little")
+    body = f"{place}{form.opcode} [%a+{offset}], {vector}; ld.b64 %out0, [%a]; ld.b64 %out1, [%a+8];"
+    after = words_of(data)
+    inputs = [(bits, column) for column in values]
+    yield Case(name, form.opcode, body, inputs, [(64, after[::2]), (64, after[1::2])], scratch=words)
+
+
 def call_case(form: isa.Form, type_: str, values: list[int]) -> Case:
     """A call of vprintf that prints nothing: its text is empty."""
     body = f"""{{ .param .b64 text; .param .b64 arguments; .param .b32 result; .param .{type_} other;
-.reg .b64 %text; mov.b64 %text, nothing; cvta.global.u64 %text, %text;
+.reg .b64 %text; mov.b64 %text, ENTRY_nothing; cvta.global.u64 %text, %text;
 st.param.{type_} [other], %in0; st.param.b64 [text], %text; st.param.b64 [arguments], 0;
 call.uni (result), vprintf, (text, arguments); }} mov.b{max(int(type_[1:]), 16)} %out0, %in0;"""
     column = [(max(int(type_[1:]), 16), values)]
     declarations = """.extern .func (.param .b32 result) vprintf (.param .b64 text, .param .b64 arguments);
-.global .align 1 .b8 nothing[1] = {0};
+.global .align 1 .b8 ENTRY_nothing[1] = {0};
 """
     return Case(case_name(form), form.opcode, body, column, column, declarations=declarations)
 
@@ -999,6 +1131,22 @@ def atomic_cases(form: isa.Form) -> Iterator[Case]:
         body = TO_SHARED + body.replace("%g", "%s").replace("ld.global", "ld.shared")
     outputs: list = [(bits, new), *([(bits, old)] if returns else [])]
     yield Case(name, form.opcode, body, [(bits, column) for column in operands], outputs, threads, scratch=scratch)
+
+
+def vector_red_cases(form: isa.Form) -> Iterator[Case]:
+    """A vector is added to the same thread's scratch, element by element."""
+    count, name = int(re.search(r"\.v(\d)\.", form.opcode)[1]), case_name(form)
+    old, *columns = chosen(name, ["f32"] * 3, 32)
+    columns = [columns[i % 2] for i in range(count)]
+    add = _atomic_meaning("add", "f32")
+    after = [[add(a, b) for a, b in zip(old, column, strict=True)] for column in columns]
+    scratch = [word for value in old for word in (value | value << 32,) * 2]
+    operands = ", ".join(f"%in{i}" for i in range(count))
+    body = f"{form.opcode} [%g], {{{operands}}};\n" + "".join(
+        f"ld.global.b32 %out{i}, [%g+{4 * i}];" for i in range(count)
+    )
+    outputs = [(32, column) for column in after]
+    yield Case(name, form.opcode, body, [(32, column) for column in columns], outputs, scratch=scratch)
 
 
 # Instructions of a warp
@@ -1122,6 +1270,21 @@ def matrix_cases(form: isa.Form) -> Iterator[Case]:
         yield Case(name, form.opcode, body, [], registers, scratch=words)
 
 
+def byte_matrix_cases(form: isa.Form) -> Iterator[Case]:
+    """Matrix i has its columns in the scratch of threads 8 i to 8 i + 7, which give their addresses."""
+    count, name = int(re.search(r"\.x([124])\.", form.opcode)[1]), case_name(form)
+    words = random_words(name, 64)
+    memory = np.array(words, np.uint64).view(np.uint8).reshape(32, 16)
+    fragments = random_of(name).integers(0, 256, (count, 32, 4)).astype(np.uint8)
+    for i, thread, element in np.ndindex(fragments.shape):
+        row, column = thread // 4 + 8 * (element // 2), thread % 4 * 2 + element % 2
+        memory[8 * i + column, row] = fragments[i, thread, element]
+    registers: list = [(32, row.view(np.uint32)[:, 0].tolist()) for row in fragments]
+    names, after = ", ".join(f"%in{i}" for i in range(count)), words_of(memory.tobytes())
+    body = f"{TO_SHARED} bar.sync 0; {form.opcode} [%s], {{{names}}}; bar.sync 0;\n{FROM_SHARED}"
+    yield Case(name, form.opcode, body, registers, [(64, after[::2]), (64, after[1::2])], scratch=words)
+
+
 # Barriers: two warps exchange words through shared memory.
 
 
@@ -1236,6 +1399,13 @@ def mbarrier_cases(form: isa.Form) -> Iterator[Case]:
         body = f"{INIT.format(3 if count else 2)} {opcode} {sink}, [%bar]{count}; {_test(0, 0)}\n"
         body += f"mbarrier.arrive.shared.b64 %state, [%bar]; {_test(1, 0)} {_test(2, 1)}"
         yield one_thread_case(form, body, [(32, 0), (32, 1), (32, 0)])
+    elif ".parity" not in opcode:  # waits for the phase of an arrival, which a second arrival ends
+        limit = ", 100000" if operands == 3 else ""
+        wait = f"{opcode} %q, [%bar], %first{limit}; selp.b32 %out{{}}, 1, 0, %q;"
+        body = f".reg .b64 %first; {INIT.format(2)} mbarrier.arrive.shared.b64 %first, [%bar];\n"
+        body += f"{wait.format(0) if 'test' in opcode else 'mov.b32 %out0, 0;'}\n"
+        body += f"mbarrier.arrive.shared.b64 %state, [%bar]; {wait.format(1)}"
+        yield one_thread_case(form, body, [(32, 0), (32, 1)])
     else:  # try_wait and test_wait; the phase before the first one counts as complete
         limit = ", 100000" if operands == 3 else ""
         wait = f"{opcode} %q, [%bar], {{}}{limit}; selp.b32 %out{{}}, 1, 0, %q;"
@@ -1660,26 +1830,41 @@ def tcgen05_cases(form: isa.Form) -> Iterator[Case]:
     return emulator_tcgen05_forms.cases(form)
 
 
+def mma_cases(form: isa.Form) -> Iterator[Case]:
+    from tests.emulator import mma_forms  # which imports this module
+
+    return mma_forms.cases(form)
+
+
+def tensor_map_cases(form: isa.Form) -> Iterator[Case]:
+    from tests.emulator import tensor_map_forms  # which imports this module
+
+    return tensor_map_forms.cases(form)
+
+
 FAMILIES: list[tuple[str, Callable[[isa.Form], Iterator[Case]]]] = [
     (r"cvta\.(global|shared|to)|mapa\.", address_cases),
     (r"shf\.", funnel_cases),
     (r"lop3\.", lop3_cases),
     (r"(add|mad)c?(\..*)?\.cc\.|(add|mad)c\.", carry_cases),
-    (r"(add|sub|mul|div)\..*f64$|cvt\..*f64", f64_cases),
+    (r"(add|sub|mul|div|fma|sqrt|rcp|rsqrt|neg|abs|min|max|copysign|setp|selp)\..*f64$|cvt\..*f64", f64_cases),
     (r"cvt\.sat\.f32", saturating_cases),
     (r"cvt\..*(e4m3|e5m2)", fp8_cases),
     (r"(ld|st)\.local|st\.param|cvta\.local", local_cases),
     (r"call\.", call_cases),
+    (r"(ld|st)(\.v[24])?\.b\d+$", generic_cases),
     (r"(ld|st)\..*(v8|v4\.[bu]64)", wide_access_cases),
     (r"ld\.", load_cases),
     (r"st\.async", async_store_cases),
     (r"st\.", store_cases),
+    (r"red\..*\.v[24]\.", vector_red_cases),
     (r"(atom|red)\.", atomic_cases),
     (r"shfl\.", shuffle_cases),
     (r"redux\..*f32", float_redux_cases),
     (r"redux\.", redux_cases),
     (r"vote\.", vote_cases),
     (r"elect\.", elect_cases),
+    (r"stmatrix\..*b8", byte_matrix_cases),
     (r"(ld|st)matrix\.", matrix_cases),
     (r"bar(rier)?\.", barrier_cases),
     (r"mbarrier\.", mbarrier_cases),
@@ -1688,18 +1873,20 @@ FAMILIES: list[tuple[str, Callable[[isa.Form], Iterator[Case]]]] = [
     (r"cp\.(reduce\.)?async\.bulk\.tensor\.", tensor_cases),
     (r"prefetch.*\.tensormap", tensor_prefetch_cases),
     (r"cvta\.param", tensor_prefetch_cases),
+    (r"tensormap\.|fence\.proxy\.tensormap", tensor_map_cases),
     (r"cp\.(reduce\.)?async\.bulk\.", bulk_cases),
     (r"cp\.async\.", thread_copy_cases),
     (r"clusterlaunchcontrol\.", launch_control_cases),
     (r"mov\.b128", wide_move_cases),
     (r"wgmma\.mma_async\.", wgmma_cases),
+    (r"mma\.", mma_cases),
     (r"tcgen05\.", tcgen05_cases),
     (r"(bra|ret|exit)\b", control_cases),
     (r"(fence|membar|nanosleep|griddepcontrol|setmaxnreg|prefetch\.global|wgmma)\b", plain_cases),
 ]
 
 SM_100 = re.compile(
-    r"(add|sub|mul|fma)\..*(f32x2|f32\.bf16|f32\.f16)$|tcgen05\.|clusterlaunchcontrol\.|cp\..*\.cta_group|redux\..*f32|(ld|st)\..*(v8|v4\.[bu]64)"
+    r"(add|sub|mul|fma)\..*(f32x2|f32\.bf16|f32\.f16)$|tcgen05\.|clusterlaunchcontrol\.|cp\..*\.cta_group|redux\..*f32|(ld|st)\..*(v8|v4\.[bu]64)|stmatrix.*b8|tensormap.*atomicity"
 )
 # Some forms differ in nothing but a shape, a number of registers or a hint. These are enough for every run.
 MANY = re.compile(r"wgmma\.mma_async|tcgen05\.(ld|st|mma)\.")

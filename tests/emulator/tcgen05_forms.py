@@ -383,6 +383,56 @@ def product_cases(form: isa.Form) -> Iterator[Case]:
             yield product_case(f"{case_name(form)} {product}", form.opcode, product, group, signature)
 
 
+# Copies of random words from shared memory. Lane: the row that it gets, by shape.
+
+COPIED_ROWS = {
+    "128x256b": list(range(128)),
+    "128x128b": list(range(128)),
+    "64x128b.warpx2::02_13": [*range(64), *range(64)],
+    "64x128b.warpx2::01_23": [*range(32), *range(32), *range(32, 64), *range(32, 64)],
+    "32x128b.warpx4": [*range(32)] * 4,
+}
+
+
+def copy_cases(form: isa.Form) -> Iterator[Case]:
+    found = re.fullmatch(r"tcgen05\.cp\.cta_group::([12])\.(.*)", form.opcode)
+    assert found
+    group, rows = int(found[1]), COPIED_ROWS[found[2]]
+    columns = 8 if "256b" in found[2] else 4
+    words = random_of(form.opcode).integers(0, 1 << 32, (group, 128, 8), np.uint64).astype(np.uint32)
+    cluster = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" if group == 2 else "bar.sync 0;"
+    pair = ", %both" if group == 2 else ""
+    size = 128 * 32
+    mine = "".join(f"ld.global.b64 %c, [%from+{i}]; st.shared.b64 [%into+{i}], %c;\n" for i in range(0, size, 1024))
+    registers = _listed(columns)
+    body = f"""
+.reg .b64 %from, %c, %da; .reg .b32 %into, %at; .reg .b16 %both; .reg .b32 %r<{columns}>;
+mov.b16 %both, 3; mad.wide.u32 %from, %rank, {size}, %scratch; mad.wide.u32 %from, %w, 8, %from;
+mad.lo.u32 %into, %w, 8, %base; add.u32 %into, %into, {OPERANDS};
+{mine}fence.proxy.async.shared::cta;
+add.u32 %at, %base, {OPERANDS}; shr.u32 %at, %at, 4; and.b32 %at, %at, 0x3fff; cvt.u64.u32 %da, %at;
+or.b64 %da, %da, {128 >> 4 << 16 | 256 >> 4 << 32 | 1 << 46};
+{cluster}
+setp.ne.u32 %q, %w, 0; @%q bra WAIT;
+setp.ne.u32 %q, %rank, 0; @%q bra WAIT;
+{form.opcode} [%d], %da;
+{COMMIT[group]} [%bar]{pair};
+WAIT:
+AGAIN: mbarrier.try_wait.parity.shared.b64 %q, [%bar], 0; @!%q bra AGAIN;
+{cluster}
+tcgen05.fence::after_thread_sync;
+tcgen05.ld.sync.aligned.32x32b.x{columns}.b32 {{{registers}}}, [%mine];
+tcgen05.wait::ld.sync.aligned;
+{"".join(f"mov.b32 %out{i}, %r{i};" for i in range(columns))}
+"""
+    outputs: list = [(32, [int(words[cta, row, i]) for cta in range(group) for row in rows]) for i in range(columns)]
+    data = b"".join(map(_core_matrices, words))
+    yield Case(
+        case_name(form), form.opcode, program(group, body), [], outputs, 128 * group,
+        scratch=words_of(data + bytes(4096)), shared_bytes=16384, ctas=group,
+    )  # fmt: skip
+
+
 def other_cases(form: isa.Form) -> Iterator[Case]:
     """Each of the instructions around a product, in its place."""
     found, name = GROUP.search(form.opcode), form.opcode.split(".")[1]
@@ -397,4 +447,6 @@ def other_cases(form: isa.Form) -> Iterator[Case]:
 
 def cases(form: isa.Form) -> Iterator[Case]:
     name = form.opcode.split(".")[1]
-    yield from {"ld": access_cases, "st": access_cases, "mma": product_cases}.get(name, other_cases)(form)
+    yield from {"ld": access_cases, "st": access_cases, "mma": product_cases, "cp": copy_cases}.get(name, other_cases)(
+        form
+    )

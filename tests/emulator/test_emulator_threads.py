@@ -840,3 +840,19 @@ def test_a_fault_at_a_barrier_names_the_barrier():
 def test_kernels_have_the_names_of_their_sources(mangled, name):
     with pytest.raises(PtxError, match=rf"kernel {name}$"):
         launch(kernel("add.f16 %a, %a, %a;").replace("test(", f"{mangled}("))
+
+
+def test_masks_of_lanes_and_sizes():
+    masks = ("eq", "lt", "le", "ge", "gt")
+    body = "".join(f"mov.u32 %{mask}, %lanemask_{mask};" for mask in masks) + "mov.u32 %warps, %nwarpid;"
+    got = execute(body, dict.fromkeys([*masks, "warps"], np.uint32))
+    for lane in range(32):
+        expected = {"eq": range(lane, lane + 1), "lt": range(lane), "le": range(lane + 1)}
+        expected |= {"ge": range(lane, 32), "gt": range(lane + 1, 32)}
+        for mask in masks:
+            assert got[mask][lane] == sum(1 << other for other in expected[mask]), (mask, lane)
+    assert set(got["warps"]) == {1}
+    out = zeros(1)
+    text = kernel("mov.u32 %v, %dynamic_smem_size; st.global.u32 [%out], %v;", "out", ".reg .b32 %v;")
+    launch(text, out, block=(1, 1, 1), shared_bytes=48)
+    assert out[0] == 48

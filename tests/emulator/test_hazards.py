@@ -408,3 +408,23 @@ def test_an_operation_between_launches_ends_the_first_one():
     in_turn(first, second, between=lambda out: out.fill(3))
     with pytest.raises(Fault, match=TOO_EARLY):
         in_turn(first, second, between=lambda out: out.sum())
+
+
+def test_shared_memory_of_a_cta_that_has_exited():
+    """CTA 1 says that it ends, and CTA 0 then stores in its shared memory."""
+    body = """
+        mov.u32 %r, %cluster_ctarank; setp.eq.u32 %p, %r, 0; @%p bra WAIT;
+        st.volatile.global.u32 [%flag], 1; {}
+        bra END;
+        WAIT: ld.volatile.global.u32 %r, [%flag]; setp.eq.u32 %p, %r, 0; @%p bra WAIT;
+        mov.u32 %r, word; mapa.shared::cluster.u32 %r, %r, 1; st.shared::cluster.u32 [%r], 5; {}
+        END:
+    """
+    ends = "barrier.cluster.arrive; barrier.cluster.wait;"
+    settings = dict(grid=(2, 1, 1), cluster=(2, 1, 1))
+    text = functools.partial(
+        kernel, parameters="flag", registers=".reg .b32 %r; .reg .pred %p;", shared=".shared .b32 word;"
+    )
+    launch(text(body.format(ends, ends)), np.zeros(1, np.uint32), **settings)
+    with pytest.raises(Fault, match=r"CTA \(0, 0, 0\) accesses shared memory of CTA \(1, 0, 0\), which has exited"):
+        launch(text(body.format("", "")), np.zeros(1, np.uint32), **settings)

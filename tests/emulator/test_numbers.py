@@ -187,8 +187,8 @@ def test_conversions_to_integers():
         "rmi": [2, 3, -3, -1],
         "rpi": [3, 4, -2, 0],
     }.items():
-        assert numbers.f32_to_integer(x, rounding, np.int32).tolist() == start + tail, rounding
-    assert numbers.f32_to_integer(x, "rzi", np.uint32).tolist() == [
+        assert numbers.float_to_integer(x, rounding, np.int32).tolist() == start + tail, rounding
+    assert numbers.float_to_integer(x, "rzi", np.uint32).tolist() == [
         2,
         3,
         0,
@@ -200,9 +200,9 @@ def test_conversions_to_integers():
         0,
         0,
     ]
-    wide = numbers.f32_to_integer(x, "rzi", np.int64).tolist()
+    wide = numbers.float_to_integer(x, "rzi", np.int64).tolist()
     assert wide[4:] == [3000000000, -3000000000, 2**63 - 1, 2**63 - 1, -(2**63), -(2**63)]
-    assert numbers.f32_to_integer(f32(NAN, 1e20), "rzi", np.uint64).tolist() == [2**63, 2**64 - 1]
+    assert numbers.float_to_integer(f32(NAN, 1e20), "rzi", np.uint64).tolist() == [2**63, 2**64 - 1]
 
 
 @pytest.mark.parametrize("name", ["bf16", "f16"])

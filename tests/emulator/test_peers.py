@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ pytestmark = pytest.mark.peers
 
 SETTINGS = [("late", 0), ("at_once", 1)]  # completion and seed
 EPS = 1e-6
+SCRIPTS = Path(__file__).parents[2] / "scripts" / "emulated_programs"
 
 
 both = pytest.mark.parametrize("gpu", ["h100", "b200"])
@@ -118,6 +120,27 @@ def test_quack_gemm_with_an_activation(gpu, activation):
         preact, postact = gemm_act(a, b, activation=activation, tuned=False)
         assert torch.equal(preact, before.bfloat16())
         close(postact, truth, 0 if activation == "relu" else 4e-3)
+
+
+# Calls as programs for a GPU make them, of scripts/emulated_programs; the others run by scripts/emulate_programs.py
+
+CALLS = [
+    ("h100", "cross_entropy fwd+bwd"),
+    ("h100", "topk softmax fwd+bwd"),
+    ("b200", "softmax fwd+bwd"),
+    ("b200", "gemm split-k"),
+]
+
+
+@pytest.mark.parametrize("gpu, call", CALLS)
+def test_quack_called_as_on_a_gpu(gpu, call, monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    with emulator.unchanged(dataclasses.replace(NAMED[gpu], sm_count=4)), emulator.record("late", 0) as report:
+        import quack_calls
+
+        torch.manual_seed(0)
+        quack_calls.CALLS[call]()
+    assert report.launches
 
 
 # Liger ---------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 tests/emulator/forms.py has each instruction by itself.
 """
 
+import dataclasses
 import functools
 import re
 from typing import NamedTuple
@@ -12,7 +13,10 @@ import torch
 
 from quackish import emulation, emulator
 from quackish.device.compile import Request
+from quackish.emulator import Fault
 from quackish.gpu import B200
+from tests.emulator import forms
+from tests.emulator.test_forms import emulate
 from tests.emulator.toy_tcgen05 import Gemm, GemmConfig, GemmProblem
 from tests.variants import one_per
 
@@ -167,3 +171,27 @@ def test_a_mistake_is_noticed(name):
         if mistake.noticed in outcomes[-1]:
             return
     pytest.fail("\n\n".join(outcomes))
+
+
+def test_a_relaxed_wait_for_products():
+    """What a product has read may be overwritten; what the epilogue has read, behind a fence of tcgen05."""
+
+    def relaxed(ptx):
+        ptx = re.sub(r"(mbarrier\.try_wait\.parity)(\.shared)", r"\1.relaxed.cluster\2", ptx)
+        return re.sub(r"(mbarrier\.arrive)(\.shared)", r"\1.relaxed.cluster\2", ptx)
+
+    assert multiply(1, LATE, 0, relaxed)[0]
+    with pytest.raises(Fault, match=RACE):
+        multiply(1, LATE, 0, lambda ptx: ptx_without_fences(relaxed(ptx)))
+
+
+def ptx_without_fences(ptx):
+    return ptx.replace("tcgen05.fence::before_thread_sync;", "")
+
+
+def test_lanes_of_the_first_warp_mean_the_warps_own():
+    (form,) = forms.isa.load()["tcgen05.ld.sync.aligned.32x32b.x2.b32"]
+    (case,) = forms.cases_of(form)
+    own, same = "and.b32 %mine, %w, 96;", "and.b32 %mine, %w, 0;"
+    assert own in case.body
+    assert not case.differences(emulate(dataclasses.replace(case, body=case.body.replace(own, same))))

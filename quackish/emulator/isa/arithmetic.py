@@ -229,12 +229,23 @@ def mul_flushing(a, b):
     return np.where(is_subnormal, np.copysign(np.float32(0), result), result)
 
 
-# fp64. Its NaN keeps the payload of an operand, as numpy's does; fma would need more bits than numpy has.
+# fp64
 
 instruction("add{,.rn}.f64", "f64 = f64, f64")(np.add)
 instruction("sub{,.rn}.f64", "f64 = f64, f64")(np.subtract)
 instruction("mul{,.rn}.f64", "f64 = f64, f64")(np.multiply)
 instruction("div.rn.f64", "f64 = f64, f64")(np.divide)
+instruction("fma.rn.f64", "f64 = f64, f64, f64")(numbers.fma_f64)
+instruction("sqrt.rn.f64", "f64 = f64")(np.sqrt)
+instruction("rcp.rn.f64", "f64 = f64")(np.reciprocal)
+instruction("rcp.approx.ftz.f64", "f64 = f64")(numbers.coarse_rcp_f64)
+instruction("rsqrt.approx.ftz.f64", "f64 = f64")(numbers.coarse_rsqrt_f64)
+instruction("rsqrt.approx.f64", "f64 = f64")(lambda a: 1 / np.sqrt(a))
+instruction("neg.f64", "f64 = f64")(np.negative)
+instruction("abs.f64", "f64 = f64")(np.abs)
+instruction("min.f64", "f64 = f64, f64")(numbers.minimum_f64)
+instruction("max.f64", "f64 = f64, f64")(numbers.maximum_f64)
+instruction("copysign.f64", "f64 = f64, f64")(lambda a, b: np.copysign(b, a))
 
 
 # Pairs of fp32 numbers (sm_100)

@@ -7,7 +7,9 @@ import numpy as np
 from quackish.emulator import numbers, tensor_map
 from quackish.emulator.errors import Fault
 from quackish.emulator.isa import action
-from quackish.emulator.isa.synchronization import cta_of, mbarrier_at
+from quackish.emulator.isa.data_movement import check_present, cta_of
+from quackish.emulator.isa.synchronization import mbarrier_at
+from quackish.emulator.isa.tensor_maps import check_acquired
 from quackish.emulator.memory import OFFSET_MASK, PARAMETER_WINDOW, RANK_SHIFT
 from quackish.emulator.threads import WARP
 
@@ -68,6 +70,7 @@ def bulk_copy_between_ctas(lanes, destinations, sources, sizes, barriers):
         races.copy_to(target, target.shared.races.granules(offset, size), thread, cta, barrier)
 
         def copy(place=place, data=data, barrier=barrier, size=size):
+            check_present(barrier.cta, lanes.cta)
             place[:] = data
             barrier.complete(size)
 
@@ -195,6 +198,7 @@ def _async_store(lanes, thread, address, values, barrier_address):
     lanes.cta.grid.races.carry(lanes, thread, barrier)
 
     def store():
+        check_present(target, lanes.cta)
         place.view(values.dtype)[:] = values
         barrier.complete(size)
 
@@ -219,6 +223,7 @@ def _tensor_map(lanes, address):
     if address >= PARAMETER_WINDOW:
         offset = address - PARAMETER_WINDOW
         return tensor_map.decode(grid.parameters[offset : offset + tensor_map.BYTES])
+    check_acquired(lanes.cta, address)
     return tensor_map.decode(grid.memory.bytes_at(address, tensor_map.BYTES).tobytes())
 
 
@@ -279,6 +284,7 @@ def _load_box(lanes, i, tensors, barrier_address, destination, ranks, signaled):
     def copy():
         box = tensor.load(coordinates, grid.memory)
         for cta, barrier in zip(ctas, barriers, strict=True):
+            check_present(cta, lanes.cta)
             cta.shared.bytes[places] = box
             barrier.complete(tensor.box_bytes)
 

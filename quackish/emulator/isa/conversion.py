@@ -27,17 +27,20 @@ for _from in ("u16", "s16", "u32", "s32", "u64", "s64"):
         return np.asarray(a).astype(np.float32)
 
 
-for _to in ("u32", "s32", "u64", "s64"):
+for _to in ("u16", "s16", "u32", "s32", "u64", "s64"):
     for _rounding in ("rni", "rzi", "rmi", "rpi"):
-        instruction(f"cvt.{_rounding}.{_to}.f32", f"{_to} = f32")(
-            functools.partial(
-                numbers.f32_to_integer,
-                rounding=_rounding,
-                dtype=np.dtype(f"{_to[0].replace('s', 'i')}{int(_to[1:]) // 8}").type,
-            )
-        )
+        _dtype = np.dtype(f"{_to[0].replace('s', 'i')}{int(_to[1:]) // 8}").type
+        _convert = functools.partial(numbers.float_to_integer, rounding=_rounding, dtype=_dtype)
+        instruction(f"cvt.{_rounding}.{_to}.f32", f"{_to} = f32")(_convert)
+        instruction(f"cvt.{_rounding}.{_to}.f64", f"{_to} = f64")(functools.partial(_convert, is_f64=True))
+for _rounding in ("rni", "rzi", "rmi", "rpi"):
+    instruction(f"cvt.{_rounding}.{{f32.f32,f64.f64}}", "T = T")(
+        functools.partial(numbers.to_integral, rounding=_rounding)
+    )
 
 instruction("cvt.f64.f32", "f64 = f32")(lambda a: np.asarray(a).astype(np.float64))
+instruction("cvt.f64.f16", "f64 = u16")(lambda a: numbers.f16_to_f32(a).astype(np.float64))
+instruction("cvt.f64.bf16", "f64 = u16")(lambda a: numbers.bf16_to_f32(a).astype(np.float64))
 instruction("cvt.rn.f32.f64", "f32 = f64")(lambda a: numbers.canonical(np.asarray(a).astype(np.float32)))
 instruction("cvt.rn.f64.{u32,s32,u64,s64}", "f64 = T")(lambda a: np.asarray(a).astype(np.float64))
 

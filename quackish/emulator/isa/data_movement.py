@@ -4,7 +4,14 @@ import numpy as np
 
 from quackish.emulator.errors import Fault
 from quackish.emulator.isa import action, instruction
-from quackish.emulator.memory import LOCAL_WINDOW, OFFSET_MASK, PARAMETER_WINDOW, RANK_SHIFT, SHARED_WINDOW
+from quackish.emulator.memory import (
+    CONSTANT_WINDOW,
+    LOCAL_WINDOW,
+    OFFSET_MASK,
+    PARAMETER_WINDOW,
+    RANK_SHIFT,
+    SHARED_WINDOW,
+)
 from quackish.emulator.threads import U128
 
 # mov
@@ -165,7 +172,17 @@ def cta_of(lanes, address):
     rank = address >> RANK_SHIFT
     if rank >= lanes.cta.cluster.size:
         raise Fault("wrong-cta", f"an address of rank {rank} in a cluster of {lanes.cta.cluster.size}")
-    return lanes.cta.cluster.ctas[rank]
+    target = lanes.cta.cluster.ctas[rank]
+    check_present(target, lanes.cta)
+    return target
+
+
+def check_present(target, user):
+    """Raises Fault if a CTA accesses shared memory of another one that has exited."""
+    # All operations on distributed shared memory must happen before the exit of the block that it belongs to.
+    # (CUDA Programming Guide, Distributed Shared Memory)
+    if target is not user and not target.live:
+        raise Fault("exited-cta", f"{user} accesses shared memory of {target}, which has exited")
 
 
 _OF_OTHER_CTAS = ("b32", "u32", "s32", "f32", "b64", "u64")  # types in shared::cluster
@@ -284,6 +301,80 @@ for _type in ("b8", "b16", "b32", "b64"):
             _declare_local(_type, _count)
 
 
+# Generic addresses, by the windows of `memory`
+
+_WINDOWS = (PARAMETER_WINDOW, SHARED_WINDOW, LOCAL_WINDOW, CONSTANT_WINDOW)
+
+
+def _by_window(lanes, addresses):
+    """Yields (window, the Lanes with addresses in it, which they are, their addresses in it); 0: global memory.
+
+    Meanwhile these are the threads that execute.
+    """
+    grid = lanes.cta.grid
+    windows = np.zeros_like(addresses)
+    for window in reversed(_WINDOWS):  # the largest that is not beyond an address
+        windows[addresses >= np.uint64(window)] = window
+    for window in np.unique(windows).tolist():
+        chosen = windows == window
+        grid.executing = lanes.cta.lanes(lanes.subset_of_active(chosen))
+        yield window, grid.executing, chosen, addresses[chosen] - np.uint64(window)
+    grid.executing = lanes
+
+
+def _words_in(window, lanes, addresses, width, count):
+    """Loads words of a thread's window: an unsigned array (threads, count)."""
+    if window == 0:
+        return lanes.cta.grid.memory.load(addresses, width, count)
+    if window == LOCAL_WINDOW:
+        return lanes.cta.local.load(lanes.threads, addresses, width * count).view(f"u{width}")
+    if window != SHARED_WINDOW:
+        raise NotImplementedError(f"a generic load of parameters or constants, at {window + int(addresses[0]):#x}")
+    words = np.empty((len(addresses), count), f"u{width}")
+    for shared, chosen, offsets in by_cta(lanes, addresses.astype(np.uint32)):
+        words[chosen] = shared.load(offsets, width, count)
+    return words
+
+
+def _store_words_in(window, lanes, addresses, words):
+    """Stores words, an unsigned array (threads, count), in a thread's window."""
+    columns = list(np.ascontiguousarray(words.T))
+    if window == 0:
+        lanes.cta.grid.memory.store(addresses, columns)
+    elif window == LOCAL_WINDOW:
+        lanes.cta.local.store(lanes.threads, addresses, np.ascontiguousarray(words).view(np.uint8))
+    elif window == SHARED_WINDOW:
+        for shared, chosen, offsets in by_cta(lanes, addresses.astype(np.uint32)):
+            shared.store(offsets, [column[chosen] for column in columns])
+    else:
+        raise Fault("out-of-bounds", f"a generic store to parameters or constants, at {window + int(addresses[0]):#x}")
+
+
+def _declare_generic(type_, count):
+    vector, value = ("", f"~{type_}") if count == 1 else (f".v{count}", f"{{~{type_}*{count}}}")
+    width = _width(type_)
+
+    @action(f"ld{vector}.{type_}", f"{value} = [u64]")
+    def load(lanes, addresses):
+        values = np.empty((lanes.count, count), f"u{width}")
+        for window, part, chosen, there in _by_window(lanes, addresses):
+            values[chosen] = _words_in(window, part, there, width, count)
+        return values[:, 0] if count == 1 else values.T
+
+    @action(f"st{vector}.{type_}", f"[u64], {value}")
+    def store(lanes, addresses, values):
+        lanes.cta.grid.num_events += 1
+        words = np.stack([value.astype(f"u{width}") for value in ([values] if count == 1 else values)], axis=1)
+        for window, part, chosen, there in _by_window(lanes, addresses):
+            _store_words_in(window, part, there, words[chosen])
+
+
+for _type in ("b8", "b16", "b32", "b64"):  # as compilers write them
+    for _count in (1, 2, 4):
+        if _width(_type) * _count <= 16:
+            _declare_generic(_type, _count)
+
+
 # 256 bits (sm_100)
 for _type, _count in (("b32", 8), ("u32", 8), ("f32", 8), ("b64", 4), ("u64", 4)):
     _declare_loads(_type, _count, only_global=True)
@@ -316,7 +407,8 @@ def _rows(lanes, addresses, count):
 
 
 def _declare_matrices(count, transposed):
-    suffix = f"m8n8.x{count}{'.trans' if transposed else ''}.shared{{,::cta}}.b16"
+    # ptxas takes the shape and the number in either order.
+    suffix = f"{{m8n8.x{count},x{count}.m8n8}}{'.trans' if transposed else ''}.shared{{,::cta}}.b16"
 
     @action(f"ldmatrix.sync.aligned.{suffix}", f"{{b32*{count}}} = [u32]", converged="warp")
     def load(lanes, addresses):
@@ -342,3 +434,25 @@ def _declare_matrices(count, transposed):
 for _count in (1, 2, 4):
     for _transposed in (False, True):
         _declare_matrices(_count, _transposed)
+
+
+# Matrices of 16 x 8 bytes, which are stored by columns (sm_100a). Byte e of thread t's register is in row
+# t / 4 + 8 (e / 2) and column 2 (t mod 4) + e mod 2; threads 8 i to 8 i + 7 have the addresses of matrix i's columns.
+
+
+def _declare_byte_matrices(count):
+    @action(
+        f"stmatrix.sync.aligned.m16n8.x{count}.trans.shared{{,::cta}}.b8", f"[u32], {{b32*{count}}}", converged="warp"
+    )
+    def store(lanes, addresses, registers):
+        columns = _rows(lanes, addresses, count)
+        fragments = np.stack([_by_warp(lanes, register) for register in registers], axis=1)
+        # t / 4, t mod 4, row's half, column's half -> column, row
+        matrices = fragments.view(np.uint8).reshape(-1, 8, 4, 2, 2).transpose(0, 2, 4, 3, 1)
+        halves = np.ascontiguousarray(matrices).reshape(-1, 16).view(np.uint64)
+        lanes.cta.grid.num_events += 1
+        lanes.cta.shared.store(columns, [halves[:, 0], halves[:, 1]])
+
+
+for _count in (1, 2, 4):
+    _declare_byte_matrices(_count)

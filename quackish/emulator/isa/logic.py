@@ -138,6 +138,7 @@ for _name, _compare in _UNSIGNED.items():
         _declare_comparison(_name, _type, _compare)
 for _name, _compare in _FLOAT_COMPARISONS.items():
     _declare_comparison(_name, "f32", _compare)
+    _declare_comparison(_name, "f64", _compare)
 
     for _type, _widen in (("bf16", numbers.bf16_to_f32), ("f16", numbers.f16_to_f32)):
 
@@ -149,7 +150,7 @@ for _name, _compare in _FLOAT_COMPARISONS.items():
 # Selection
 
 
-@instruction("selp.{b16,u16,s16,b32,u32,s32,f32,b64,u64,s64}", "T = T, T, pred")
+@instruction("selp.{b16,u16,s16,b32,u32,s32,f32,b64,u64,s64,f64}", "T = T, T, pred")
 def selp(a, b, condition):
     return np.where(condition, a, b)
 

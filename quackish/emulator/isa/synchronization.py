@@ -140,7 +140,7 @@ def mbarrier_invalidate(lanes, addresses):
         del lanes.cta.mbarriers[offset]
 
 
-# The state that an arrival returns is opaque; nothing here reads it, so it is the phase.
+# The state that an arrival returns is opaque; here it is the phase.
 
 
 def _arrive_at(lanes, addresses, counts, sizes=None):
@@ -192,6 +192,20 @@ def mbarrier_expect(lanes, addresses, sizes):
 _SCOPES = "{,.acquire.cta,.acquire.cluster,.relaxed.cta,.relaxed.cluster}.shared{,::cta}.b64"
 
 
+@control(f"mbarrier.try_wait{_SCOPES}", "pred = [u32], u64", repeats=True)
+@control(f"mbarrier.try_wait{_SCOPES}", "pred = [u32], u64, u32", repeats=True)
+def mbarrier_try_wait_for_state(lanes, following, writers, addresses, states, time_limit=None):
+    return mbarrier_try_wait(lanes, following, writers, addresses, _parities(states))
+
+
+def _parities(states):
+    """The parities of the phases in which arrivals returned these states.
+
+    Such a phase is the current one or the one before. (PTX, mbarrier.test_wait)
+    """
+    return (states & np.uint64(1)).astype(np.uint32)
+
+
 @control(f"mbarrier.try_wait.parity{_SCOPES}", "pred = [u32], u32", repeats=True)
 @control(f"mbarrier.try_wait.parity{_SCOPES}", "pred = [u32], u32, u32", repeats=True)
 def mbarrier_try_wait(lanes, following, writers, addresses, parities, time_limit=None):
@@ -233,6 +247,11 @@ def _observe(lanes, barrier):
     """Orders the end of the mbarrier's last phase before what these threads do next; `.relaxed`, behind a fence."""
     races = lanes.cta.grid.races
     (races.acquire_at_fence if ".relaxed" in lanes.cta.grid.opcode else races.acquire)(lanes, barrier.completed)
+
+
+@action(f"mbarrier.test_wait{_SCOPES}", "pred = [u32], u64", polls=True)
+def mbarrier_test_wait_for_state(lanes, addresses, states):
+    return mbarrier_test_wait(lanes, addresses, _parities(states))
 
 
 @action(f"mbarrier.test_wait.parity{_SCOPES}", "pred = [u32], u32", polls=True)
@@ -368,6 +387,24 @@ def _declare_atomic(name, operation, type_):
     @action(f"{_RED}.{name}.{type_}", f"[u64], {type_}")
     def red(lanes, addresses, values):
         _atomically(lanes, addresses, operation, values, dtype)
+
+
+def _declare_vector_add(count):
+    """Declares red of a vector, whose elements are atomic one by one. (PTX, red)"""
+    add, _ = _OPERATIONS["add"]
+
+    @action(f"{_RED}.add.v{count}.f32", f"[u64], {{f32*{count}}}")
+    def red(lanes, addresses, values):
+        if (addresses % np.uint64(4 * count)).any():
+            raise Fault(
+                "misaligned", f"misaligned access of {4 * count} bytes of global memory at {int(addresses[0]):#x}"
+            )
+        for i, value in enumerate(values):
+            _atomically(lanes, addresses + np.uint64(4 * i), add, value, value.dtype)
+
+
+for _count in (2, 4):
+    _declare_vector_add(_count)
 
 
 for _name, (_operation, _types) in _OPERATIONS.items():

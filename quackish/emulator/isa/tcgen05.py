@@ -195,6 +195,65 @@ for _group in (1, 2):
             _declare_products(_group, _kind, f".collector::a::{_usage}", _usage)
 
 
+# Copies from shared memory. (PTX, tcgen05.cp)
+
+# Shape and multicast: (rows, bytes of a row, the first lane of each 32 rows in each of their places).
+_COPIES = {
+    "128x256b": (128, 32, ((0,), (32,), (64,), (96,))),
+    "128x128b": (128, 16, ((0,), (32,), (64,), (96,))),
+    "64x128b.warpx2::02_13": (64, 16, ((0, 64), (32, 96))),
+    "64x128b.warpx2::01_23": (64, 16, ((0, 32), (64, 96))),
+    "32x128b.warpx4": (32, 16, ((0, 32, 64, 96),)),
+}
+
+
+def _copy(lanes, group, shape, addresses, descriptors):
+    """Issues the copy of each thread: "tcgen05.cp has single thread semantics", and is in order with tcgen05.mma."""
+    check_group(lanes, group)
+    rows, size, places = _COPIES[shape]
+    cta = lanes.cta
+    ctas = [cta] if group == 1 else pair_of(cta)
+    for thread, bits, descriptor in zip(lanes.threads.tolist(), addresses.tolist(), descriptors.tolist(), strict=True):
+        address = matrices.tensor_address(bits)
+        if address.lane:
+            raise Fault("tensor-memory-lanes", f"tcgen05.cp of .{shape} to lane {address.lane}; it begins at lane 0")
+        for member in ctas:
+            _announce_copy(cta, thread, member, descriptor, rows, size, address.column)
+
+        def copy(address=address, descriptor=descriptor):
+            for member in ctas:
+                share_of(member).check(0, address.column, size // 4)
+                words = matrices.rows_in_shared_memory(member.shared.views[4], descriptor, rows, size)
+                for i, first_lanes in enumerate(places):
+                    for first in first_lanes:
+                        target = slice(first, first + 32), slice(address.column, address.column + size // 4)
+                        share_of(member).memory.words[target] = words[32 * i : 32 * i + 32]
+
+        cta.grid.completion.queue(cta, thread, copy)
+
+
+def _announce_copy(cta, thread, member, descriptor, rows, size, column):
+    """Checks a copy of one CTA, and tells `races` what it will access."""
+    share_of(member).check(0, column, size // 4)
+    issuer = cta.grid.races.product_of(cta, thread)
+    chunks = matrices.row_chunks(descriptor, rows, size)
+    member.shared.check(16 * int(chunks.min()), 16 * int(chunks.max()) + 16)
+    member.shared.races.read_later(member.shared.races.shadow.of_chunks(chunks), *issuer)
+    granules = member.tensor_races.granules(np.arange(128), column, size // 4)
+    member.tensor_races.write_later(granules, *issuer)
+
+
+def _declare_copy(group, shape):
+    @action(f"tcgen05.cp.cta_group::{group}.{shape}", "[u32], u64")
+    def copy(lanes, addresses, descriptors):
+        _copy(lanes, group, shape, addresses, descriptors)
+
+
+for _group in (1, 2):
+    for _shape in _COPIES:
+        _declare_copy(_group, _shape)
+
+
 def _commit(lanes, group, addresses, masks=None):
     """ "an arrive-on operation, with the count argument of 1, is signaled on the mbarrier object." """
     check_group(lanes, group)
@@ -249,10 +308,15 @@ for _group in (1, 2):
 
 
 def _place(warp, position, addresses, shape, fragment):
-    """The (lane, column) of a warp's access. Raises Fault for lanes of another warp."""
+    """The (lane, column) of a warp's access. Raises Fault for lanes of another warp.
+
+    Lanes of the first warp mean a warp's own lanes: kernels that run on cards give all warps the same address.
+    """
     address = matrices.tensor_address(uniform(addresses, position, "taddr"))
     (number,) = warp.warps()
     first = 32 * (number % 4)
+    if address.lane < 32:
+        address = address._replace(lane=address.lane + first)
     starts = (first,) if shape == "32x32b" else (first, first + 16)
     if address.lane not in starts:
         raise Fault(
@@ -375,4 +439,8 @@ def wait_for_stores(lanes):
 
 @action("tcgen05.fence::{before,after}_thread_sync", "")
 def fence(lanes):
-    """Orders asynchronous operations with those of other threads. It waits for none."""
+    """Orders tcgen05 operations with those of other threads, behind relaxed waits and before relaxed arrivals too.
+
+    It waits for none. Here it orders other accesses as well.
+    """
+    lanes.cta.grid.races.fence(lanes, lanes.cta.grid.opcode)
