@@ -34,6 +34,11 @@ class Mbarrier:
             f"and {self.transactions} bytes pending"
         )
 
+    @property
+    def is_unused(self) -> bool:
+        """True if the mbarrier is as `mbarrier.init` leaves it."""
+        return (self.phase, self.pending, self.transactions) == (0, self.count, 0) and not self.waiting
+
     def arrive(self, count: int) -> None:
         """Counts arrivals, which may end the phase. Raises Fault if the phase expects fewer."""
         # An arrival beyond the pending count would make it negative, which is outside its range.

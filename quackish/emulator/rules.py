@@ -30,6 +30,8 @@ RULES = {
     "barrier-count": Rule("Counts of threads at a barrier that differ, or that it does not expect."),
     "mbarrier-count": Rule("Arrivals or bytes at an mbarrier that its phase does not expect."),
     "mbarrier-uninitialized": Rule("A use of an mbarrier that is not initialized."),
+    "mbarrier-memory": Rule("An access of memory that holds an mbarrier, or `mbarrier.init` of one that was used."),
+    "mbarrier-init-twice": Rule("`mbarrier.init` of an mbarrier that is initialized and unused.", FORMAL, True),
     # Addresses
     "out-of-bounds": Rule("An access outside of tensors, parameters, or what a CTA or thread has of other memory."),
     "misaligned": Rule("An address or a size that is not a multiple of what the instruction needs."),

@@ -124,8 +124,25 @@ def mbarrier_init(lanes, addresses, counts):
     for offset, count in zip(offsets_in_cta(lanes, addresses).tolist(), counts.tolist(), strict=True):
         _check_alignment(offset)
         lanes.cta.shared.check(offset, offset + 8)
+        if (old := lanes.cta.mbarriers.get(offset)) is not None:
+            _check_second_init(lanes, old, count)
         lanes.cta.mbarriers[offset] = barriers.Mbarrier(lanes.cta, offset, count)
+        lanes.cta.shared.set_mbarrier(offset, True)
         lanes.cta.mbarriers[offset].initialized = lanes.cta.grid.races.now(lanes)
+
+
+def _check_second_init(lanes, old, count):
+    # "Performing any non-mbarrier or mbarrier.init operations on an initialized mbarrier object results in undefined
+    # behavior." (PTX, mbarrier). Cards write the state of an unused mbarrier, which changes nothing if it is the same.
+    if old.is_unused and old.count == count:
+        why = "an mbarrier is initialized twice, with the same count and unused in between"
+        lanes.cta.grid.found(Fault("mbarrier-init-twice", f"{why}: {old}"))
+    else:
+        raise Fault(
+            "mbarrier-memory",
+            f"mbarrier.init with a count of {count} where an initialized mbarrier is: {old}",
+            advice="mbarrier.inval must come first",
+        )
 
 
 def _check_alignment(offset):
@@ -138,6 +155,7 @@ def mbarrier_invalidate(lanes, addresses):
     for offset in offsets_in_cta(lanes, addresses).tolist():
         barriers.mbarrier_at(lanes.cta, offset)
         del lanes.cta.mbarriers[offset]
+        lanes.cta.shared.set_mbarrier(offset, False)
 
 
 # The state that an arrival returns is opaque; here it is the phase.
