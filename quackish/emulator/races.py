@@ -279,6 +279,57 @@ class SharedRaces(AsyncRaces):
                 )
             )
 
+    # The end of the CTA
+
+    def check_exit(self) -> None:
+        """Checks that all accesses of this shared memory precede the CTA's exit, which happens now."""
+        # A CTA has its shared memory until its last thread exits. All operations on distributed shared memory must
+        # happen before the exit of the block that it belongs to. (CUDA Programming Guide, Distributed Shared Memory)
+        seen = self._seen_at_exit()
+        events, shadow = self.races.events, self.shadow
+        for found, verb in (shadow.writes, "write"), (shadow.reads[:, : len(shadow.columns)], "read"):
+            late = events.epoch[found] > seen[events.component[found]]
+            if late.any():
+                for index in one_of_each(found, late):
+                    self._found_at_exit(f"{verb}s {self._where(index[0])}", found[tuple(index)], verb)
+        for barrier in self.cta.mbarriers.values():
+            for component, arrival in barrier.remote.items():
+                if arrival.phase >= barrier.observed and arrival.epoch > seen[component]:
+                    self.races.grid.found(
+                        Fault(
+                            "exited-cta",
+                            f"{self.cta} may exit before an arrival of another CTA at its mbarrier, because it has not "
+                            f"waited for that phase, and no barrier of the cluster orders them: {barrier}",
+                            second=arrival.place(),
+                            second_is="the arrival",
+                        )
+                    )
+
+    def _seen_at_exit(self) -> np.ndarray:
+        """The latest epoch of each component that precedes the end of the CTA's last thread."""
+        first = self.races.first_warp(self.cta)
+        warps = range(first, first + self.cta.num_warps)
+        seen = self.clocks.seen[ORDERED, warps].max(axis=0)
+        for warp in warps:
+            if warp in self.clocks.completed:
+                known = self.clocks.completed[warp].seen[ORDERED]
+                seen[: len(known)] = np.maximum(seen[: len(known)], known)
+        return seen
+
+    def _found_at_exit(self, does: str, event: int, verb: str) -> None:
+        if self.races.events.is_async[event]:
+            rule, why = "exit-with-work", "exits, and no thread of it has waited for the end of asynchronous work that"
+        else:
+            rule, why = "exited-cta", f"may exit before warp {self._warp(event)}"
+        self.races.grid.found(
+            Fault(
+                rule,
+                f"{self.cta} {why} {does}",
+                second=self.races.events.place(event),
+                second_is=f"the {verb}",
+            )
+        )
+
 
 class Races:
     """The order of all accesses of one launch."""
@@ -455,6 +506,18 @@ class Races:
         component, epoch = self.group(cta, ("tcgen05.mma", thread))
         cta.cluster.clocks.products.add(component)
         return [self.first_warp(cta) + thread // WARP], component, epoch
+
+    def arrive_remotely(self, lanes: Any, barrier: Any) -> None:
+        """Records an arrival of these threads, before its release, if the mbarrier is in another CTA."""
+        if barrier.cta is not lanes.cta:
+            clocks, place = lanes.cta.cluster.clocks, self.grid.place()
+            for warp in self.warps(lanes).tolist():
+                barrier.arrived_from(warp, int(clocks.seen[ORDERED, warp, warp]), place)
+
+    def commit_remotely(self, cta: Any, thread: int, barrier: Any) -> None:
+        """Records a tcgen05.commit, before its products are committed, if the mbarrier is in another CTA."""
+        if barrier.cta is not cta:
+            barrier.arrived_from(*self.group(cta, ("tcgen05.mma", thread)), self.grid.place())
 
     def commit_products(self, cta: Any, thread: int) -> Clock | None:
         """What precedes the arrival of a tcgen05.commit: the products of the thread, and what came before them."""

@@ -56,3 +56,70 @@ def test_an_unused_mbarrier_that_is_initialized_again():
     assert not findings(INIT + INVALIDATE + INIT)
     with pytest.raises(Fault, match="mbarrier-memory"):
         findings(INIT + INIT.replace("1;", "2;"))
+
+
+# The end of a CTA
+
+STORED = """
+    fence.proxy.async.shared::cta; @!%first bra DONE;
+    cp.async.bulk.global.shared::cta.bulk_group [%out], [%s], 16; cp.async.bulk.commit_group; {}
+    DONE:
+"""
+LOADED = f"""
+    @!%first bra DONE;
+    mbarrier.init.shared.b64 [%s+64], 1; mbarrier.arrive.expect_tx.shared.b64 _, [%s+64], 16; {BULK}
+    {{}}
+    DONE:
+"""
+WAIT = "WAIT: mbarrier.try_wait.parity.shared.b64 %p, [%s+64], 0; @!%p bra WAIT;"
+
+
+@pytest.mark.parametrize(
+    "body, wait, does",
+    [(STORED, "cp.async.bulk.wait_group.read 0;", "reads"), (STORED, "cp.async.bulk.wait_group 0;", "reads"),
+     (LOADED, WAIT, "writes")],
+)  # fmt: skip
+def test_a_cta_that_exits_before_its_copies_are_complete(body, wait, does):
+    message = f"exit-with-work: CTA .* exits, and no thread of it has waited for .* work that {does} shared"
+    check(body.format(wait), body.format(""), message)
+    check(body.format(wait), body.format("bar.sync 1, 32;"), message, threads=32)  # a barrier does not wait for it
+
+
+TO_CTA_1 = """
+    mbarrier.init.shared.b64 [%s+64], COUNT; mbarrier.arrive.expect_tx.shared.b64 _, [%s+64], BYTES;
+    barrier.cluster.arrive; barrier.cluster.wait;
+    mov.u32 %r, %cluster_ctarank; setp.eq.u32 %p, %r, 1; mapa.shared::cluster.u32 %n, %s, 1; add.u32 %m, %n, 64;
+    @%p bra OWNER;
+    ACCESS
+    bra END;
+    OWNER: AWAIT
+    END:
+"""
+TOGETHER = "barrier.cluster.arrive; barrier.cluster.wait;"
+ARRIVE = "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%m];"
+COMMIT = "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%m];"
+COPY = "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%n], [%s], 16, [%m];"
+
+
+@pytest.mark.parametrize(
+    "access, count, size, right",
+    [
+        ("st.shared::cluster.u32 [%n], 5;", 1, 0, {"end": TOGETHER}),
+        ("ld.shared::cluster.u32 %v, [%n];", 1, 0, {"end": TOGETHER}),
+        (ARRIVE, 2, 0, {"end": TOGETHER}),
+        (ARRIVE, 2, 0, {"wait": WAIT}),
+        (ARRIVE.replace("release", "relaxed"), 2, 0, {"wait": WAIT}),
+        (COMMIT, 2, 0, {"wait": WAIT}),
+        ("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%n], 5, [%m];", 1, 4, {"wait": WAIT}),
+        (COPY, 1, 16, {"wait": WAIT, "end": TOGETHER}),  # the CTA of the source must stay as long
+    ],
+)
+def test_a_cta_that_exits_before_another_one_uses_its_memory(access, count, size, right):
+    """Which of them comes first depends on the seed; the rule does not."""
+
+    def body(wait="", end=""):
+        text = TO_CTA_1.replace("COUNT", str(count)).replace("BYTES", str(size))
+        return text.replace("ACCESS", access).replace("AWAIT", wait) + end
+
+    message = "exited-cta: CTA .* (which has exited|may exit before)|exit-with-work"
+    check(body(**right), body(), message, threads=1, ctas=2)

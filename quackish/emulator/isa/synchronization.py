@@ -165,9 +165,11 @@ def _arrive_at(lanes, addresses, counts, sizes=None):
     """Each thread arrives at its mbarrier; with sizes, it expects these bytes first. Returns states."""
     states = []
     races, is_relaxed = lanes.cta.grid.races, ".relaxed" in lanes.cta.grid.opcode
+    at = [mbarrier_at(lanes, address) for address in addresses.tolist()]
+    for barrier in at:
+        races.arrive_remotely(lanes, barrier)
     clock = races.release_relaxed(lanes) if is_relaxed else races.release(lanes)
-    for i, address in enumerate(addresses.tolist()):
-        barrier = mbarrier_at(lanes, address)
+    for i, barrier in enumerate(at):
         barrier.arrived = joined(barrier.arrived, clock)
         states.append(barrier.phase)
         if sizes is not None:
@@ -204,7 +206,9 @@ def mbarrier_arrive_expect(lanes, addresses, sizes):
 @action("mbarrier.expect_tx.relaxed.{cta,cluster}.shared{,::cta,::cluster}.b64", "[u32], u32")
 def mbarrier_expect(lanes, addresses, sizes):
     for address, size in zip(addresses.tolist(), sizes.tolist(), strict=True):
-        mbarrier_at(lanes, address).expect(size)
+        barrier = mbarrier_at(lanes, address)
+        lanes.cta.grid.races.arrive_remotely(lanes, barrier)
+        barrier.expect(size)
 
 
 _SCOPES = "{,.acquire.cta,.acquire.cluster,.relaxed.cta,.relaxed.cluster}.shared{,::cta}.b64"
@@ -263,7 +267,7 @@ def _try_wait(lanes, following, writers, offset, parity):
 
 def _observe(lanes, barrier):
     """Orders the end of the mbarrier's last phase before what these threads do next; `.relaxed`, behind a fence."""
-    races = lanes.cta.grid.races
+    races, barrier.observed = lanes.cta.grid.races, barrier.phase
     (races.acquire_at_fence if ".relaxed" in lanes.cta.grid.opcode else races.acquire)(lanes, barrier.completed)
 
 
