@@ -28,6 +28,7 @@ class Semantics(NamedTuple):
     releases: bool
     acquires: bool
     writes: bool  # a load that also writes: an atomic operation
+    is_not_coherent: bool  # ld.global.nc
 
 
 @functools.cache
@@ -42,6 +43,7 @@ def semantics(opcode: str) -> Semantics:
         bool({"release", "acq_rel"} & orders),
         bool({"acquire", "acq_rel"} & orders),
         is_atomic,
+        "nc" in parts,
     )
 
 
@@ -66,6 +68,8 @@ class GlobalRaces:
                 self._record(tensor, addresses, size, which)
         elif (shadow := self.shadows.get(tensor)) is not None:
             self._check(tensor, shadow, addresses, size, which)
+            if meaning.is_not_coherent:
+                self._check_not_written(tensor, shadow, addresses, size, which)
 
     def write(self, tensor: tuple[int, int], addresses: np.ndarray, size: int, which: Any = slice(None)) -> None:
         """Threads write `size` bytes at addresses; those that `which` selects are in the tensor."""
@@ -118,6 +122,27 @@ class GlobalRaces:
                 for i, j in one_of_each(found, late):
                     who = f"warp {warp[i] % self.races.grid.executing.cta.num_warps} reads"
                     self._found(tensor, int(granules[i, j]) * shadow.granule, who, found[i, j], warp[i])
+
+    def _check_not_written(
+        self, tensor: tuple[int, int], shadow: Shadow, addresses: np.ndarray, size: int, which: Any
+    ) -> None:
+        # ld.global.nc: "cache in non-coherent read-only cache" (PTX). What the cache has may be older than a write of
+        # the same launch, even one that precedes the load.
+        granules = shadow.granules(addresses[which] - np.uint64(tensor[0]), size)
+        found = shadow.writes[granules]
+        if found.any():
+            i, j = np.argwhere(found)[0]
+            self.races.grid.found(
+                Fault(
+                    "non-coherent-load",
+                    f"a non-coherent load of {self._where(tensor, int(granules[i, j]) * shadow.granule)}, which this "
+                    "launch has written",
+                    advice="a load without .nc sees the write",
+                    tensor=self.races.grid.memory.name_of(*tensor),
+                    second=self.events.place(found[i, j]),
+                    second_is="the write",
+                )
+            )
 
     def _late(self, found: np.ndarray, clocks: Clocks, warp: Any, row: int) -> np.ndarray:
         """Returns which of the found events the warps' clocks do not cover. row: ORDERED or GLOBAL."""

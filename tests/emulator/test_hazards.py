@@ -295,6 +295,13 @@ def test_a_release_and_an_acquire_order_ctas(seed):
             send(**mistake, seed=seed)
 
 
+def test_a_non_coherent_load_of_what_the_launch_has_written():
+    body = "mad.wide.u32 %o, %t, 4, %out; st.global.u32 [%o], %t; bar.sync 0; {} %v, [%out];"
+    wrong = body.format("ld.global.nc.u32")
+    check(body.format("ld.global.u32"), wrong, "non-coherent-load: (.|\n)*the write is of(.|\n)*st.global")
+    run(body.replace("[%o]", "[%o+128]").format("ld.global.nc.u32"), threads=32)  # other bytes of the tensor
+
+
 # Tickets of our kernels
 
 ROWS = 64
