@@ -11,6 +11,7 @@ Threads of different clusters are ordered by strong operations on global memory:
 """
 
 import functools
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,6 +56,8 @@ class GlobalRaces:
         self.dependent = dependent
         self.shadows: dict[tuple[int, int], Shadow] = {}  # by tensor: (address, bytes)
         self.released: dict[int, dict[int, np.ndarray]] = {}  # address -> what an acquire there sees, by cluster
+        # (address, cluster) -> what that cluster sees beyond that, because of fences that reach no other one
+        self.released_within: dict[tuple[int, int], dict[int, np.ndarray]] = {}
 
     # Instructions of threads. A tensor is (address, bytes).
 
@@ -171,30 +174,43 @@ class GlobalRaces:
         clocks, warps = lanes.cta.cluster.clocks, self.races.warps(lanes)
         places = set(addresses.tolist())
         if not is_store:
-            self._acquire(clocks, warps, [place for place in places if place in self.released], meaning)
+            self._acquire(clocks, warps, places, meaning)
         if meaning.writes or is_store:
-            clock = None
+            everywhere = within = None
             for warp in warps.tolist():
-                clock = joined(clock, clocks.at_fence.get(warp))
+                everywhere = joined(everywhere, clocks.at_gpu_fence.get(warp))
+                within = joined(within, clocks.at_fence.get(warp))
             if meaning.releases:
-                clock = joined(clock, clocks.release(warps))
+                everywhere = joined(everywhere, clocks.release(warps))
             for place in places:
-                # A store hides earlier releases. After an atomic operation they are still there: observation order
-                # passes through it.
-                old = {} if is_store else self.released.get(place, {})
-                new = {} if clock is None else clock.others | {clocks.number: clock.seen}
-                if old or new:
-                    self.released[place] = merged(old, new)
-                else:
+                if is_store:  # it hides earlier releases
                     self.released.pop(place, None)
+                    for number in range(self.races.grid.num_clusters if self.released_within else 0):
+                        self.released_within.pop((place, number), None)
+                self._release(self.released, place, everywhere, clocks.number)
+                if not meaning.releases and within is not everywhere:
+                    self._release(self.released_within, (place, clocks.number), within, clocks.number)
 
-    def _acquire(self, clocks: Clocks, warps: np.ndarray, places: list[int], meaning: Semantics) -> None:
+    @staticmethod
+    def _release(released: dict, place: Hashable, clock: Clock | None, cluster: int) -> None:
+        """Adds a clock of a cluster to what is released at a place.
+
+        Earlier releases are still there: observation order passes through atomic operations.
+        """
+        if clock is not None:
+            released[place] = merged(released.get(place, {}), clock.others | {cluster: clock.seen})
+
+    def _acquire(self, clocks: Clocks, warps: np.ndarray, places: set[int], meaning: Semantics) -> None:
         """Lets warps see what was released at the places; with a relaxed operation, after their next fence."""
-        if not places or self.races.grid.opcode.startswith("red"):
+        found = [self.released[place] for place in places if place in self.released]
+        if self.released_within:
+            keys = [(place, clocks.number) for place in places]
+            found += [self.released_within[key] for key in keys if key in self.released_within]
+        if not found or self.races.grid.opcode.startswith("red"):
             # "atomic reductions conceptually perform a strong read as part of its read-modify-write sequence, this
             # strong read does not form an acquire pattern." (PTX, Release and Acquire Patterns)
             return
-        seen = functools.reduce(merged, [self.released[place] for place in places])
+        seen = functools.reduce(merged, found)
         own = seen.get(clocks.number, clocks.seen[:, 0, :0])
         clock = Clock(own, {cluster: other for cluster, other in seen.items() if cluster != clocks.number})
         if meaning.acquires:

@@ -442,9 +442,16 @@ class Races:
                 for warp in warps.tolist():
                     clocks.fence_others(warp)
         else:
+            # The scope is "the set of threads" to which the fence applies. (PTX, Scope)
+            reaches_others = not opcode.endswith((".cta", ".cluster"))
             for warp in warps.tolist():
-                clocks.acquire([warp], clocks.until_fence.pop(warp, None))
+                until_fence = clocks.until_fence.pop(warp, None)
+                if until_fence and not reaches_others:
+                    clocks.until_fence[warp], until_fence = until_fence, Clock(until_fence.seen, {})
+                clocks.acquire([warp], until_fence)
                 clocks.at_fence[warp] = Clock(clocks.seen[:, warp].copy(), clocks.others[warp])
+                if reaches_others:
+                    clocks.at_gpu_fence[warp] = clocks.at_fence[warp]
         clocks.tick(warps)
 
     def wait_for_launch_before(self, lanes: Any) -> None:

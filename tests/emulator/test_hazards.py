@@ -290,6 +290,10 @@ def test_a_release_and_an_acquire_order_ctas(seed):
         {"barrier": ""},  # only what the sender itself wrote is released
         {"barrier": "fence.acq_rel.gpu;", "send": RELAXED_RED},
         {"send": RELAXED_RED, "after": "fence.acq_rel.gpu;"},
+        {"barrier": FENCED.replace("gpu", "cta"), "send": RELAXED_RED},
+        {"barrier": "bar.sync 0; membar.cta;", "send": RELAXED_RED},
+        {"barrier": FENCED.replace("gpu", "cluster"), "send": RELAXED_RED},
+        {"receive": RELAXED_LOAD, "after": "fence.acq_rel.cta;"},
     ):
         with pytest.raises(Fault, match=r"race: warp \d reads global memory(.|\n)*release(.|\n)*st.global"):
             send(**mistake, seed=seed)
@@ -300,6 +304,20 @@ def test_a_non_coherent_load_of_what_the_launch_has_written():
     wrong = body.format("ld.global.nc.u32")
     check(body.format("ld.global.u32"), wrong, "non-coherent-load: (.|\n)*the write is of(.|\n)*st.global")
     run(body.replace("[%o]", "[%o+128]").format("ld.global.nc.u32"), threads=32)  # other bytes of the tensor
+
+
+def test_a_fence_of_the_cta_orders_warps_of_the_cta():
+    body = """
+        mad.wide.u32 %o, %t, 4, %out; setp.lt.u32 %p, %t, 32; @!%p bra READER;
+        st.global.u32 [%o+128], %t; bar.warp.sync -1; {} st.relaxed.gpu.global.u32 [%out], 1;
+        bra DONE;
+        READER: ld.relaxed.gpu.global.u32 %v, [%out]; setp.eq.u32 %p, %v, 0; @%p bra READER;
+        {} ld.global.u32 %v, [%o];
+        DONE:
+    """
+    fence, wrong = "fence.acq_rel.cta;", "global-race: warp 1 reads"
+    check(body.format(fence, fence), body.format(fence, ""), wrong)
+    check(body.format(fence, fence), body.format("", fence), wrong)
 
 
 # Tickets of our kernels
