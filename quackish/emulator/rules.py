@@ -54,6 +54,7 @@ RULES = {
     "cta-pair": Rule("An instruction of a pair of CTAs without a peer that runs, or with another group size."),
     "collector": Rule("A use of A in the collector buffer, which has none."),
     "launch-control": Rule("`clusterlaunchcontrol.try_cancel` after one has failed, or after a CTA has exited."),
+    "launch-state": Rule("Memory that a launch must leave as it was for the next one."),
     "launch-config": Rule("A launch that a GPU refuses."),
     "host-call": Rule("A call of CUDA by the host code that fails."),
 }  # fmt: skip

@@ -329,8 +329,7 @@ TICKETS = {
 }
 
 
-@functools.cache
-def backward_with(old, new):
+def backward_with(workspace, old, new):
     """kernel_for of a KernelDevice: in the backward of rms_norm `old` is replaced by `new`."""
 
     @functools.cache
@@ -340,7 +339,8 @@ def backward_with(old, new):
         if problem.spec.name == "rms_norm_bwd" and old:
             assert old in exported.ptx
             exported = exported._replace(ptx=exported.ptx.replace(old, new))
-        return CompiledKernel(emulator.Kernel(exported, gpu, problem.spec.name), request.config)
+        name = problem.spec.name
+        return CompiledKernel(workspace.checked(emulator.Kernel(exported, gpu, name), name), request.config)
 
     return kernel_for
 
@@ -349,9 +349,9 @@ def norm(old="", new=""):
     torch.manual_seed(0)
     x, w = torch.randn(ROWS, 256).bfloat16().requires_grad_(), torch.ones(256).bfloat16().requires_grad_()
     gpu = dataclasses.replace(H200, sm_count=2)
-    device = KernelDevice(
-        gpu, backward_with(old, new), emulation._empty, workspace=emulation._new_workspace, must_cover=True
-    )
+    workspace = emulation.Workspace()
+    kernel_for = backward_with(workspace, old, new)
+    device = KernelDevice(gpu, kernel_for, emulation._empty, workspace=workspace.take, must_cover=True)
     with emulator.record("late", 0), substitute("cpu", device):
         quackish.rms_norm(x, w, eps=1e-6).sum().backward()
 
@@ -360,6 +360,16 @@ def test_the_sum_over_columns_has_its_tickets():
     norm()
     for old, new in TICKETS.items():
         with pytest.raises(Fault, match=r"race: warp \d+ reads global memory"):
+            norm(old, new)
+
+
+def test_tickets_are_reset():
+    """The last store of the backward resets the first ticket; atomic operations count to the second one's limit."""
+    for old, new, where in (
+        ("st.relaxed.gpu.global.b32", "red.relaxed.gpu.global.add.u32", 0),
+        ("inc.u32", "add.u32", 1),
+    ):
+        with pytest.raises(Fault, match=f"launch-state: rms_norm_bwd leaves .* in ticket {where} of the workspace"):
             norm(old, new)
 
 
