@@ -1,7 +1,7 @@
-"""Finds reads of global memory that nothing orders after a write of the same launch.
+"""Finds reads and writes of global memory that nothing orders after a write of the same launch.
 
-Clocks and events are those of `clocks`. Reads leave no trace here, so two writes that nothing orders, and a write that
-comes before another thread's read, are not found. Reads of tensors that the launch does not write cost nothing.
+Clocks and events are those of `clocks`. Reads leave no trace here, so a write that comes before another thread's read
+is not found. Reads of tensors that the launch does not write cost nothing.
 
 Threads of different clusters are ordered by strong operations on global memory:
 
@@ -11,7 +11,7 @@ Threads of different clusters are ordered by strong operations on global memory:
 """
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,12 +74,19 @@ class GlobalRaces:
             if meaning.is_not_coherent:
                 self._check_not_written(tensor, shadow, addresses, size, which)
 
-    def write(self, tensor: tuple[int, int], addresses: np.ndarray, size: int, which: Any = slice(None)) -> None:
-        """Threads write `size` bytes at addresses; those that `which` selects are in the tensor."""
+    def write(
+        self, tensor: tuple[int, int], addresses: np.ndarray, size: int, which: Any, changes: Callable[[], np.ndarray]
+    ) -> None:
+        """Threads write `size` bytes at addresses; those that `which` selects are in the tensor.
+
+        changes: returns which of them write other bytes than those that are there
+        """
         meaning = semantics(self.races.grid.opcode)
         self._check_launch(tensor, addresses[which], size, "writes")
         if meaning.is_strong:
             self._synchronize(addresses, meaning, is_store=True)
+        elif (shadow := self.shadows.get(tensor)) is not None:
+            self._check(tensor, shadow, addresses, size, which, changes)
         self._record(tensor, addresses, size, which)
 
     def _check_launch(self, tensor: tuple[int, int], addresses: np.ndarray, size: int, verb: str) -> None:
@@ -110,21 +117,37 @@ class GlobalRaces:
         clocks, warps, warp = self._warps(len(addresses))
         shadow = self._shadow(tensor)
         events = self.events.add(clocks, warps, clocks.seen[ORDERED, warps, warps], False, self.races.grid.place())
+        self.events.is_atomic[events] = semantics(self.races.grid.opcode).is_strong
         granules = shadow.granules(addresses[which] - np.uint64(tensor[0]), size)
         shadow.writes[granules] = events[np.searchsorted(warps, warp[which])][:, None]
 
-    def _check(self, tensor: tuple[int, int], shadow: Shadow, addresses: np.ndarray, size: int, which: Any) -> None:
-        """Reports a read that nothing orders after the last write of its granules."""
+    def _check(
+        self,
+        tensor: tuple[int, int],
+        shadow: Shadow,
+        addresses: np.ndarray,
+        size: int,
+        which: Any,
+        changes: Callable[[], np.ndarray] | None = None,
+    ) -> None:
+        """Reports accesses that nothing orders after the last write of their granules. changes: see `write`
+
+        Of writes, weak ones count, if they change what a weak write of another warp has left there.
+        """
         granules = shadow.granules(addresses[which] - np.uint64(tensor[0]), size)
         found = shadow.writes[granules]
-        if found.any():
-            clocks, _, warp = self._warps(len(addresses))
-            warp = warp[which]
-            late = self._late(found, clocks, warp[:, None], ORDERED)
-            if late.any():
-                for i, j in one_of_each(found, late):
-                    who = f"warp {warp[i] % self.races.grid.executing.cta.num_warps} reads"
-                    self._found(tensor, int(granules[i, j]) * shadow.granule, who, found[i, j], warp[i])
+        if not found.any():
+            return
+        clocks, _, warp = self._warps(len(addresses))
+        warp = warp[which]
+        late = self._late(found, clocks, warp[:, None], ORDERED)
+        if changes is not None and late.any():
+            late &= ~self.events.is_atomic[found] & changes()[:, None]
+        if late.any():
+            verb = "reads" if changes is None else "writes"
+            for i, j in one_of_each(found, late):
+                who = f"warp {warp[i] % self.races.grid.executing.cta.num_warps} {verb}"
+                self._found(tensor, int(granules[i, j]) * shadow.granule, who, found[i, j], warp[i])
 
     def _check_not_written(
         self, tensor: tuple[int, int], shadow: Shadow, addresses: np.ndarray, size: int, which: Any
@@ -222,12 +245,23 @@ class GlobalRaces:
     # The async proxy
 
     def write_later(self, tensor: tuple[int, int], addresses: np.ndarray, size: int, issuer: tuple, epoch: int) -> None:
-        """A bulk store writes rows of `size` bytes. `issuer` is (clocks, component)."""
-        clocks, component = issuer
+        """A bulk store writes rows of `size` bytes. `issuer` is (clocks, component, warp)."""
+        clocks, component, warp = issuer
         self._check_launch(tensor, addresses, size, "writes")
         shadow, granules = self._rows(tensor, addresses, size)
-        place = self.races.grid.place()
-        shadow.writes[granules] = self.events.add(clocks, [component], epoch, True, place)[0]
+        adds = self.races.grid.opcode.startswith("cp.reduce")
+        found = shadow.writes[granules]
+        if found.any():
+            # Threads of a warp may issue the same store, so bulk stores are not compared with each other.
+            late = self._late(found, clocks, warp, ORDERED) & ~self.events.is_async[found]
+            if adds:
+                late &= ~self.events.is_atomic[found]
+            if late.any():
+                for (i,) in one_of_each(found, late):
+                    self._found(tensor, int(granules[i]) * shadow.granule, "asynchronous work writes", found[i])
+        event = self.events.add(clocks, [component], epoch, True, self.races.grid.place())[0]
+        self.events.is_atomic[event] = adds
+        shadow.writes[granules] = event
 
     def read_later(self, tensor: tuple[int, int], addresses: np.ndarray, size: int, clocks: Clocks, warp: int) -> None:
         """A bulk load reads rows of `size` bytes."""

@@ -2,6 +2,7 @@
 
 import bisect
 import ctypes
+import functools
 import gc
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -150,7 +151,8 @@ class GlobalMemory:
         width = values[0].dtype.itemsize
         _check_alignment(addresses, width * len(values), "global")
         for threads, view, indices, region in self._located(addresses, width, width * len(values)):
-            self.races.write(self._tensor(region), addresses, width * len(values), threads)
+            changes = functools.partial(_changes, view, indices, values, threads)
+            self.races.write(self._tensor(region), addresses, width * len(values), threads, changes)
             for i, value in enumerate(values):
                 view[indices + i] = value[threads]
         self.bytes_written += len(addresses) * width * len(values)
@@ -177,6 +179,11 @@ class GlobalMemory:
         region = self._index(address, address + size)
         offset = address - self._bases[region]
         return self._view(region, 1)[offset : offset + size]
+
+
+def _changes(view: np.ndarray, indices: np.ndarray, values: list[np.ndarray], threads: Any) -> np.ndarray:
+    """Which threads would change memory by storing values[i] at indices + i."""
+    return np.any([view[indices + i] != value[threads] for i, value in enumerate(values)], axis=0)
 
 
 def _widest(addresses: np.ndarray, size: int) -> int:

@@ -492,7 +492,7 @@ class Races:
         if len(addresses) and size:
             _, epoch = self.group(cta, ("bulk", thread))
             component = cta.cluster.clocks.component((cta.rank, ("bulk write", thread)))
-            issuer = cta.cluster.clocks, component
+            issuer = cta.cluster.clocks, component, self.first_warp(cta) + thread // WARP
             memory = cta.grid.memory
             memory.races.write_later(memory.tensor_at(addresses, size), addresses, size, issuer, epoch)
 

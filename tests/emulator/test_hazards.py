@@ -320,6 +320,25 @@ def test_a_fence_of_the_cta_orders_warps_of_the_cta():
     check(body.format(fence, fence), body.format("", fence), wrong)
 
 
+WRITES = "setp.ge.u32 %p, %t, 32; shr.u32 %v, %t, {shift}; and.b32 %a, %t, 31; mad.wide.u32 %o, %a, 4, %out;"
+
+
+def test_two_writes_of_global_memory():
+    """Both warps write the same words. If they write the same numbers, it makes no difference."""
+    body = WRITES.format(shift=5) + "@!%p st.global.u32 [%o], %v; {} @%p st.global.u32 [%o], %v;"
+    check(body.format("bar.sync 0;"), body.format(""), r"global-race: warp \d writes global(.|\n)*the write is of")
+    run(body.format("").replace("%t, 5;", "%t, 6;"))
+    run(body.format("").replace("st.global", "st.relaxed.gpu.global"))
+
+
+def test_a_bulk_store_to_what_another_warp_writes():
+    body = STORE.format(fence=FENCE, late_fence="", wait=WAIT)
+    other = "xor.b32 %v, %t, 32; mad.wide.u32 %o, %v, 4, %out; st.global.u32 [%o], 9;"
+    check(other + body, body.replace("bar.sync 0;", "bar.sync 0;" + other), "global-race: ")
+    add = body.replace("cp.async.bulk.global", "cp.reduce.async.bulk.global").replace("group [", "group.add.u32 [")
+    run(add.replace("bar.sync 0;", "bar.sync 0; red.global.add.u32 [%out], 9;"))  # additions need no order
+
+
 # Tickets of our kernels
 
 ROWS = 64
