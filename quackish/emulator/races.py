@@ -267,14 +267,15 @@ class SharedRaces(AsyncRaces):
         found, events = self.shadow.writes[granules], self.races.events
         seen = self.clocks.before_work(SHARED, warps)
         late = (events.epoch[found] > seen[events.component[found]]) & ~events.is_async[found]
-        if late.any():
-            i = int(np.argmax(late))
+        for (i,) in one_of_each(found, late) if late.any() else ():
+            place = events.place(found[i])
+            is_copy = place.instruction.partition(" ")[0].startswith("cp.async.")
             self.races.grid.found(
                 Fault(
-                    "proxy-fence",
+                    "proxy-fence-of-copy" if is_copy else "proxy-fence",
                     f"the async proxy reads {self._where(granules[i])}, and no fence.proxy.async is between this and "
                     f"the write of it by a thread of warp {self._warp(found[i])}",
-                    second=events.place(found[i]),
+                    second=place,
                     second_is="the write",
                 )
             )

@@ -23,6 +23,7 @@ RULES = {
     "launch-race": Rule("An access that may come before the end of an earlier launch.", goes_on=True),
     "mbarrier-init-race": Rule("A use of an mbarrier that nothing orders after its initialization.", goes_on=True),
     "proxy-fence": Rule("No `fence.proxy.async` between a write and a read by the async proxy.", goes_on=True),
+    "proxy-fence-of-copy": Rule("No `fence.proxy.async` between `cp.async` and the async proxy.", FORMAL, True),
     "tensor-map-fence": Rule("No fence of the tensor map's proxy between a change of it and a copy."),
     "wgmma-registers": Rule("An access of a register that a pending `wgmma` uses.", goes_on=True),
     "wgmma-fence": Rule("No `wgmma.fence` between an access of registers and their `wgmma`.", goes_on=True),
@@ -52,6 +53,7 @@ RULES = {
     # Tensor memory and launches
     "tensor-allocation": Rule("An allocation of tensor memory that is not valid or never freed."),
     "cta-pair": Rule("An instruction of a pair of CTAs without a peer that runs, or with another group size."),
+    "cta-pair-start": Rule("An allocation by a pair of CTAs of which one may not have started.", FORMAL, True),
     "collector": Rule("A use of A in the collector buffer, which has none."),
     "launch-control": Rule("`clusterlaunchcontrol.try_cancel` after one has failed, or after a CTA has exited."),
     "launch-state": Rule("Memory that a launch must leave as it was for the next one."),
