@@ -5,6 +5,7 @@ import contextvars
 import ctypes
 import functools
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -69,8 +70,9 @@ def emulate(gpu: str | Gpu = "h200", completion: _Completion = "late", seed: int
         known = " or ".join(map(repr, get_args(_Completion)))
         raise ValueError(f"quackish.emulate: completion is {completion!r}; expected {known}")
     with emulator.record(completion, seed, how) as report:
-        kernel_for = functools.partial(_kernel_for, contextvars.copy_context())
-        device = KernelDevice(gpu, kernel_for, _empty, _stream, _new_workspace, must_cover=True)
+        workspace = Workspace()
+        kernel_for = functools.partial(_kernel_for, contextvars.copy_context(), workspace)
+        device = KernelDevice(gpu, kernel_for, _empty, _stream, workspace.take, must_cover=True)
         with substitute("cpu", device):
             yield report
 
@@ -88,10 +90,10 @@ def _import_emulator() -> Any:
 # The KernelDevice ----------------------------------------------------------------------------------------------------
 
 
-def _kernel_for(context: contextvars.Context, problem: Any, gpu: Gpu) -> CompiledKernel:
+def _kernel_for(context: contextvars.Context, workspace: "Workspace", problem: Any, gpu: Gpu) -> CompiledKernel:
     """context: has the settings of `emulator.record`, which apply to launches of every thread"""
     request = request_for(problem, gpu)
-    launch = load(request, gpu, problem.spec.name)
+    launch = workspace.checked(load(request, gpu, problem.spec.name), problem.spec.name)
     return CompiledKernel(lambda *args: context.copy().run(launch, *args), request.config)
 
 
@@ -104,10 +106,33 @@ def _empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype)
 _uninitialized = empty_on("cpu")
 
 
-def _new_workspace(stream: int, floats: int) -> tuple[int, int, torch.Tensor]:
-    memory = _empty((NUM_TICKETS + floats,), (1,), torch.int32)
-    memory[:NUM_TICKETS] = 0
-    return memory.data_ptr(), memory.data_ptr() + 4 * NUM_TICKETS, memory
+class Workspace:
+    """The workspace of the only stream: its launches share tickets, and each call gets new scratch, full of NaN."""
+
+    def __init__(self):
+        self._tickets = torch.zeros(NUM_TICKETS, dtype=torch.int32, device="cpu")
+        self._lock = threading.RLock()  # launches on one stream run in order
+
+    def take(self, stream: int, floats: int) -> tuple[int, int, torch.Tensor]:
+        scratch = _empty((floats,), (1,), torch.float32)
+        return self._tickets.data_ptr(), scratch.data_ptr(), scratch
+
+    def checked(self, launch: Callable[..., None], name: str) -> Callable[..., None]:
+        """The launch of a kernel, behind which tickets must be zero, as the next launch expects them."""
+
+        def run(*args: Any) -> None:
+            with self._lock:
+                launch(*args)
+                if self._tickets.any():
+                    where = int(self._tickets.nonzero()[0])
+                    raise _import_emulator().Fault(
+                        "launch-state",
+                        f"{name} leaves {int(self._tickets[where])} in ticket {where} of the workspace; expected 0, as "
+                        "it was before the launch",
+                        advice="the last CTA to use a ticket must reset it",
+                    )
+
+        return run
 
 
 def _stream() -> int:

@@ -91,6 +91,8 @@ def _print(args: argparse.Namespace, rows: list[dict[str, Any]], report: Any) ->
         launches += [fill(f"{launch.kernel}, grid {_triple(launch.grid)}, cluster {_triple(launch.cluster)}")]
         launches += [{title: getattr(launch, field) for title, field in _COLUMNS.items()}]
     print(table_of(launches, dict.fromkeys(_COLUMNS, "d")))
+    for finding in report.findings:
+        print(f"\n{finding}")
 
 
 def _compared(op: Operation, results: Mapping[str, "Tensor"], truth: Mapping[str, "Tensor"]) -> list[dict[str, Any]]:

@@ -47,5 +47,7 @@ def run(args: argparse.Namespace) -> int:
             print(fault)
             return 1
         finally:
+            for finding in report.findings:
+                print(finding)
             print(f"{len(report.launches)} launches on an emulated {args.gpu}")
     return 0

@@ -1,17 +1,25 @@
 """Barriers: mbarriers in shared memory, named barriers of a CTA, and the barrier of a cluster."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from quackish.emulator.clocks import Clock, joined
-from quackish.emulator.errors import Fault
+from quackish.emulator.errors import Fault, Place
 from quackish.emulator.threads import Cta, Parked, num_warps
 
 # The limit of tx-count and of the counts of arrivals (PTX, Contents of the mbarrier object): the counts of
 # arrivals go from 1 (a pending count from 0), tx-count from the negative limit, to 2^20 - 1.
 MAX_COUNT = (1 << 20) - 1
+
+
+class Arrival(NamedTuple):
+    """The latest arrival at an mbarrier by a component of another CTA's clocks."""
+
+    epoch: int
+    phase: int
+    place: Callable[[], Place]
 
 
 class Mbarrier:
@@ -26,6 +34,8 @@ class Mbarrier:
         self.completed: Clock | None = None  # what precedes the end of the last phase
         self.initialized: tuple[int, int] = (0, 0)  # (warp, epoch)
         self.users: set[tuple[int, int]] = set()  # see races.Races.check_initialized
+        self.remote: dict[int, Arrival] = {}  # by component
+        self.observed = 0  # threads have waited for the ends of so many phases
         self.waiting: list[Parked] = []
 
     def __str__(self) -> str:
@@ -33,6 +43,15 @@ class Mbarrier:
             f"mbarrier at {self.offset:#x} of {self.cta}: phase {self.phase}, {self.pending} of {self.count} arrivals "
             f"and {self.transactions} bytes pending"
         )
+
+    def arrived_from(self, component: int, epoch: int, place: Callable[[], Place]) -> None:
+        """Records an arrival from another CTA."""
+        self.remote[component] = Arrival(epoch, self.phase, place)
+
+    @property
+    def is_unused(self) -> bool:
+        """True if the mbarrier is as `mbarrier.init` leaves it."""
+        return (self.phase, self.pending, self.transactions) == (0, self.count, 0) and not self.waiting
 
     def arrive(self, count: int) -> None:
         """Counts arrivals, which may end the phase. Raises Fault if the phase expects fewer."""

@@ -1,7 +1,7 @@
-"""Finds reads of global memory that nothing orders after a write of the same launch.
+"""Finds reads and writes of global memory that nothing orders after a write of the same launch.
 
-Clocks and events are those of `clocks`. Reads leave no trace here, so two writes that nothing orders, and a write that
-comes before another thread's read, are not found. Reads of tensors that the launch does not write cost nothing.
+Clocks and events are those of `clocks`. Reads leave no trace here, so a write that comes before another thread's read
+is not found. Reads of tensors that the launch does not write cost nothing.
 
 Threads of different clusters are ordered by strong operations on global memory:
 
@@ -11,6 +11,7 @@ Threads of different clusters are ordered by strong operations on global memory:
 """
 
 import functools
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +29,7 @@ class Semantics(NamedTuple):
     releases: bool
     acquires: bool
     writes: bool  # a load that also writes: an atomic operation
+    is_not_coherent: bool  # ld.global.nc
 
 
 @functools.cache
@@ -42,6 +44,7 @@ def semantics(opcode: str) -> Semantics:
         bool({"release", "acq_rel"} & orders),
         bool({"acquire", "acq_rel"} & orders),
         is_atomic,
+        "nc" in parts,
     )
 
 
@@ -53,6 +56,8 @@ class GlobalRaces:
         self.dependent = dependent
         self.shadows: dict[tuple[int, int], Shadow] = {}  # by tensor: (address, bytes)
         self.released: dict[int, dict[int, np.ndarray]] = {}  # address -> what an acquire there sees, by cluster
+        # (address, cluster) -> what that cluster sees beyond that, because of fences that reach no other one
+        self.released_within: dict[tuple[int, int], dict[int, np.ndarray]] = {}
 
     # Instructions of threads. A tensor is (address, bytes).
 
@@ -66,13 +71,22 @@ class GlobalRaces:
                 self._record(tensor, addresses, size, which)
         elif (shadow := self.shadows.get(tensor)) is not None:
             self._check(tensor, shadow, addresses, size, which)
+            if meaning.is_not_coherent:
+                self._check_not_written(tensor, shadow, addresses, size, which)
 
-    def write(self, tensor: tuple[int, int], addresses: np.ndarray, size: int, which: Any = slice(None)) -> None:
-        """Threads write `size` bytes at addresses; those that `which` selects are in the tensor."""
+    def write(
+        self, tensor: tuple[int, int], addresses: np.ndarray, size: int, which: Any, changes: Callable[[], np.ndarray]
+    ) -> None:
+        """Threads write `size` bytes at addresses; those that `which` selects are in the tensor.
+
+        changes: returns which of them write other bytes than those that are there
+        """
         meaning = semantics(self.races.grid.opcode)
         self._check_launch(tensor, addresses[which], size, "writes")
         if meaning.is_strong:
             self._synchronize(addresses, meaning, is_store=True)
+        elif (shadow := self.shadows.get(tensor)) is not None:
+            self._check(tensor, shadow, addresses, size, which, changes)
         self._record(tensor, addresses, size, which)
 
     def _check_launch(self, tensor: tuple[int, int], addresses: np.ndarray, size: int, verb: str) -> None:
@@ -103,21 +117,58 @@ class GlobalRaces:
         clocks, warps, warp = self._warps(len(addresses))
         shadow = self._shadow(tensor)
         events = self.events.add(clocks, warps, clocks.seen[ORDERED, warps, warps], False, self.races.grid.place())
+        self.events.is_atomic[events] = semantics(self.races.grid.opcode).is_strong
         granules = shadow.granules(addresses[which] - np.uint64(tensor[0]), size)
         shadow.writes[granules] = events[np.searchsorted(warps, warp[which])][:, None]
 
-    def _check(self, tensor: tuple[int, int], shadow: Shadow, addresses: np.ndarray, size: int, which: Any) -> None:
-        """Reports a read that nothing orders after the last write of its granules."""
+    def _check(
+        self,
+        tensor: tuple[int, int],
+        shadow: Shadow,
+        addresses: np.ndarray,
+        size: int,
+        which: Any,
+        changes: Callable[[], np.ndarray] | None = None,
+    ) -> None:
+        """Reports accesses that nothing orders after the last write of their granules. changes: see `write`
+
+        Of writes, weak ones count, if they change what a weak write of another warp has left there.
+        """
+        granules = shadow.granules(addresses[which] - np.uint64(tensor[0]), size)
+        found = shadow.writes[granules]
+        if not found.any():
+            return
+        clocks, _, warp = self._warps(len(addresses))
+        warp = warp[which]
+        late = self._late(found, clocks, warp[:, None], ORDERED)
+        if changes is not None and late.any():
+            late &= ~self.events.is_atomic[found] & changes()[:, None]
+        if late.any():
+            verb = "reads" if changes is None else "writes"
+            for i, j in one_of_each(found, late):
+                who = f"warp {warp[i] % self.races.grid.executing.cta.num_warps} {verb}"
+                self._found(tensor, int(granules[i, j]) * shadow.granule, who, found[i, j], warp[i])
+
+    def _check_not_written(
+        self, tensor: tuple[int, int], shadow: Shadow, addresses: np.ndarray, size: int, which: Any
+    ) -> None:
+        # ld.global.nc: "cache in non-coherent read-only cache" (PTX). What the cache has may be older than a write of
+        # the same launch, even one that precedes the load.
         granules = shadow.granules(addresses[which] - np.uint64(tensor[0]), size)
         found = shadow.writes[granules]
         if found.any():
-            clocks, _, warp = self._warps(len(addresses))
-            warp = warp[which]
-            late = self._late(found, clocks, warp[:, None], ORDERED)
-            if late.any():
-                for i, j in one_of_each(found, late):
-                    who = f"warp {warp[i] % self.races.grid.executing.cta.num_warps} reads"
-                    self._found(tensor, int(granules[i, j]) * shadow.granule, who, found[i, j], warp[i])
+            i, j = np.argwhere(found)[0]
+            self.races.grid.found(
+                Fault(
+                    "non-coherent-load",
+                    f"a non-coherent load of {self._where(tensor, int(granules[i, j]) * shadow.granule)}, which this "
+                    "launch has written",
+                    advice="a load without .nc sees the write",
+                    tensor=self.races.grid.memory.name_of(*tensor),
+                    second=self.events.place(found[i, j]),
+                    second_is="the write",
+                )
+            )
 
     def _late(self, found: np.ndarray, clocks: Clocks, warp: Any, row: int) -> np.ndarray:
         """Returns which of the found events the warps' clocks do not cover. row: ORDERED or GLOBAL."""
@@ -146,30 +197,43 @@ class GlobalRaces:
         clocks, warps = lanes.cta.cluster.clocks, self.races.warps(lanes)
         places = set(addresses.tolist())
         if not is_store:
-            self._acquire(clocks, warps, [place for place in places if place in self.released], meaning)
+            self._acquire(clocks, warps, places, meaning)
         if meaning.writes or is_store:
-            clock = None
+            everywhere = within = None
             for warp in warps.tolist():
-                clock = joined(clock, clocks.at_fence.get(warp))
+                everywhere = joined(everywhere, clocks.at_gpu_fence.get(warp))
+                within = joined(within, clocks.at_fence.get(warp))
             if meaning.releases:
-                clock = joined(clock, clocks.release(warps))
+                everywhere = joined(everywhere, clocks.release(warps))
             for place in places:
-                # A store hides earlier releases. After an atomic operation they are still there: observation order
-                # passes through it.
-                old = {} if is_store else self.released.get(place, {})
-                new = {} if clock is None else clock.others | {clocks.number: clock.seen}
-                if old or new:
-                    self.released[place] = merged(old, new)
-                else:
+                if is_store:  # it hides earlier releases
                     self.released.pop(place, None)
+                    for number in range(self.races.grid.num_clusters if self.released_within else 0):
+                        self.released_within.pop((place, number), None)
+                self._release(self.released, place, everywhere, clocks.number)
+                if not meaning.releases and within is not everywhere:
+                    self._release(self.released_within, (place, clocks.number), within, clocks.number)
 
-    def _acquire(self, clocks: Clocks, warps: np.ndarray, places: list[int], meaning: Semantics) -> None:
+    @staticmethod
+    def _release(released: dict, place: Hashable, clock: Clock | None, cluster: int) -> None:
+        """Adds a clock of a cluster to what is released at a place.
+
+        Earlier releases are still there: observation order passes through atomic operations.
+        """
+        if clock is not None:
+            released[place] = merged(released.get(place, {}), clock.others | {cluster: clock.seen})
+
+    def _acquire(self, clocks: Clocks, warps: np.ndarray, places: set[int], meaning: Semantics) -> None:
         """Lets warps see what was released at the places; with a relaxed operation, after their next fence."""
-        if not places or self.races.grid.opcode.startswith("red"):
+        found = [self.released[place] for place in places if place in self.released]
+        if self.released_within:
+            keys = [(place, clocks.number) for place in places]
+            found += [self.released_within[key] for key in keys if key in self.released_within]
+        if not found or self.races.grid.opcode.startswith("red"):
             # "atomic reductions conceptually perform a strong read as part of its read-modify-write sequence, this
             # strong read does not form an acquire pattern." (PTX, Release and Acquire Patterns)
             return
-        seen = functools.reduce(merged, [self.released[place] for place in places])
+        seen = functools.reduce(merged, found)
         own = seen.get(clocks.number, clocks.seen[:, 0, :0])
         clock = Clock(own, {cluster: other for cluster, other in seen.items() if cluster != clocks.number})
         if meaning.acquires:
@@ -181,12 +245,23 @@ class GlobalRaces:
     # The async proxy
 
     def write_later(self, tensor: tuple[int, int], addresses: np.ndarray, size: int, issuer: tuple, epoch: int) -> None:
-        """A bulk store writes rows of `size` bytes. `issuer` is (clocks, component)."""
-        clocks, component = issuer
+        """A bulk store writes rows of `size` bytes. `issuer` is (clocks, component, warp)."""
+        clocks, component, warp = issuer
         self._check_launch(tensor, addresses, size, "writes")
         shadow, granules = self._rows(tensor, addresses, size)
-        place = self.races.grid.place()
-        shadow.writes[granules] = self.events.add(clocks, [component], epoch, True, place)[0]
+        adds = self.races.grid.opcode.startswith("cp.reduce")
+        found = shadow.writes[granules]
+        if found.any():
+            # Threads of a warp may issue the same store, so bulk stores are not compared with each other.
+            late = self._late(found, clocks, warp, ORDERED) & ~self.events.is_async[found]
+            if adds:
+                late &= ~self.events.is_atomic[found]
+            if late.any():
+                for (i,) in one_of_each(found, late):
+                    self._found(tensor, int(granules[i]) * shadow.granule, "asynchronous work writes", found[i])
+        event = self.events.add(clocks, [component], epoch, True, self.races.grid.place())[0]
+        self.events.is_atomic[event] = adds
+        shadow.writes[granules] = event
 
     def read_later(self, tensor: tuple[int, int], addresses: np.ndarray, size: int, clocks: Clocks, warp: int) -> None:
         """A bulk load reads rows of `size` bytes."""

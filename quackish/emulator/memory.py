@@ -2,6 +2,7 @@
 
 import bisect
 import ctypes
+import functools
 import gc
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -150,7 +151,8 @@ class GlobalMemory:
         width = values[0].dtype.itemsize
         _check_alignment(addresses, width * len(values), "global")
         for threads, view, indices, region in self._located(addresses, width, width * len(values)):
-            self.races.write(self._tensor(region), addresses, width * len(values), threads)
+            changes = functools.partial(_changes, view, indices, values, threads)
+            self.races.write(self._tensor(region), addresses, width * len(values), threads, changes)
             for i, value in enumerate(values):
                 view[indices + i] = value[threads]
         self.bytes_written += len(addresses) * width * len(values)
@@ -179,6 +181,11 @@ class GlobalMemory:
         return self._view(region, 1)[offset : offset + size]
 
 
+def _changes(view: np.ndarray, indices: np.ndarray, values: list[np.ndarray], threads: Any) -> np.ndarray:
+    """Which threads would change memory by storing values[i] at indices + i."""
+    return np.any([view[indices + i] != value[threads] for i, value in enumerate(values)], axis=0)
+
+
 def _widest(addresses: np.ndarray, size: int) -> int:
     """The widest words that accesses of `size` bytes at these addresses consist of."""
     bits = int(np.bitwise_or.reduce(addresses)) | size | 8
@@ -203,6 +210,8 @@ class SharedMemory:
         self.bytes = np.full(-(-self.size // 16) * 16, POISON, np.uint8)
         self.views = {width: self.bytes.view(dtype) for width, dtype in _UNSIGNED.items()}
         self.races: Any = None  # races.SharedRaces: told of the accesses that instructions make here
+        self._mbarriers = np.zeros(len(self.bytes) // 8, np.bool_)  # which words of 8 bytes are mbarriers
+        self._mbarriers_begin, self._mbarriers_end = self.size, 0  # no mbarrier is outside of these bytes
 
     def check(self, low: int, high: int) -> None:
         """Raises Fault unless the CTA has the bytes from `low` to `high`."""
@@ -213,10 +222,39 @@ class SharedMemory:
                 f"the CTA has [{SYSTEM_SHARED_BYTES:#x}, {self.size:#x})",
             )
 
+    def set_mbarrier(self, offset: int, is_live: bool) -> None:
+        """Records that an mbarrier begins or ends to be at an offset."""
+        self._mbarriers[offset // 8] = is_live
+        self._mbarriers_begin = min(self._mbarriers_begin, offset)
+        self._mbarriers_end = max(self._mbarriers_end, offset + 8)
+
+    def check_bytes(self, low: int, high: int) -> None:
+        """As `check`, and raises Fault if any of the bytes is in an mbarrier."""
+        self.check(low, high)
+        if low < self._mbarriers_end and high > self._mbarriers_begin:
+            self._check_words(np.arange(low // 8, -(-high // 8)))
+
+    def _check_words(self, words: np.ndarray) -> None:
+        # "Performing any non-mbarrier or mbarrier.init operations on an initialized mbarrier object results in
+        # undefined behavior." (PTX, mbarrier)
+        found = words[self._mbarriers[words]]
+        if found.size:
+            raise Fault(
+                "mbarrier-memory",
+                f"an access of shared memory at {8 * int(found[0]):#x}, where an initialized mbarrier is",
+                advice="mbarrier.inval must come first, or the mbarrier needs memory of its own",
+            )
+
     def _indices(self, offsets: np.ndarray, width: int, count: int) -> np.ndarray:
-        """The indices of words. Raises Fault for accesses that are misaligned or out of bounds."""
-        _check_alignment(offsets, width * count, "shared")
-        self.check(int(offsets.min()), int(offsets.max()) + width * count)
+        """The indices of words. Raises Fault for accesses that are not allowed there."""
+        size = width * count
+        _check_alignment(offsets, size, "shared")
+        low, high = int(offsets.min()), int(offsets.max()) + size
+        self.check(low, high)
+        if low < self._mbarriers_end and high > self._mbarriers_begin:
+            self._check_words(offsets // 8)
+            if size > 8:
+                self._check_words(offsets // 8 + 1)
         return (offsets // offsets.dtype.type(width)).astype(np.intp)
 
     def load(self, offsets: np.ndarray, width: int, count: int) -> np.ndarray:
@@ -246,7 +284,7 @@ class SharedMemory:
 
     def bytes_at(self, offset: int, size: int) -> np.ndarray:
         """The bytes themselves, to read or to write. The caller tells `races`."""
-        self.check(offset, offset + size)
+        self.check_bytes(offset, offset + size)
         return self.bytes[offset : offset + size]
 
 

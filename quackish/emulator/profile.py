@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -122,8 +123,10 @@ class CountedGlobalRaces(GlobalRaces):
             if semantics(instruction.opcode).writes:
                 counts.global_bytes_written += len(addresses[which]) * size
 
-    def write(self, tensor: tuple[int, int], addresses: np.ndarray, size: int, which: Any = slice(None)) -> None:
-        super().write(tensor, addresses, size, which)
+    def write(
+        self, tensor: tuple[int, int], addresses: np.ndarray, size: int, which: Any, changes: Callable[[], np.ndarray]
+    ) -> None:
+        super().write(tensor, addresses, size, which, changes)
         self.races.grid.profile.here().global_bytes_written += len(addresses[which]) * size
 
     def write_later(self, tensor: tuple[int, int], addresses: np.ndarray, size: int, issuer: tuple, epoch: int) -> None:

@@ -267,17 +267,69 @@ class SharedRaces(AsyncRaces):
         found, events = self.shadow.writes[granules], self.races.events
         seen = self.clocks.before_work(SHARED, warps)
         late = (events.epoch[found] > seen[events.component[found]]) & ~events.is_async[found]
-        if late.any():
-            i = int(np.argmax(late))
+        for (i,) in one_of_each(found, late) if late.any() else ():
+            place = events.place(found[i])
+            is_copy = place.instruction.partition(" ")[0].startswith("cp.async.")
             self.races.grid.found(
                 Fault(
-                    "proxy-fence",
+                    "proxy-fence-of-copy" if is_copy else "proxy-fence",
                     f"the async proxy reads {self._where(granules[i])}, and no fence.proxy.async is between this and "
                     f"the write of it by a thread of warp {self._warp(found[i])}",
-                    second=events.place(found[i]),
+                    second=place,
                     second_is="the write",
                 )
             )
+
+    # The end of the CTA
+
+    def check_exit(self) -> None:
+        """Checks that all accesses of this shared memory precede the CTA's exit, which happens now."""
+        # A CTA has its shared memory until its last thread exits. All operations on distributed shared memory must
+        # happen before the exit of the block that it belongs to. (CUDA Programming Guide, Distributed Shared Memory)
+        seen = self._seen_at_exit()
+        events, shadow = self.races.events, self.shadow
+        for found, verb in (shadow.writes, "write"), (shadow.reads[:, : len(shadow.columns)], "read"):
+            late = events.epoch[found] > seen[events.component[found]]
+            if late.any():
+                for index in one_of_each(found, late):
+                    self._found_at_exit(f"{verb}s {self._where(index[0])}", found[tuple(index)], verb)
+        for barrier in self.cta.mbarriers.values():
+            for component, arrival in barrier.remote.items():
+                if arrival.phase >= barrier.observed and arrival.epoch > seen[component]:
+                    self.races.grid.found(
+                        Fault(
+                            "exited-cta",
+                            f"{self.cta} may exit before an arrival of another CTA at its mbarrier, because it has not "
+                            f"waited for that phase, and no barrier of the cluster orders them: {barrier}",
+                            second=arrival.place(),
+                            second_is="the arrival",
+                        )
+                    )
+
+    def _seen_at_exit(self) -> np.ndarray:
+        """The latest epoch of each component that precedes the end of the CTA's last thread."""
+        first = self.races.first_warp(self.cta)
+        warps = range(first, first + self.cta.num_warps)
+        seen = self.clocks.seen[ORDERED, warps].max(axis=0)
+        for warp in warps:
+            if warp in self.clocks.completed:
+                known = self.clocks.completed[warp].seen[ORDERED]
+                seen[: len(known)] = np.maximum(seen[: len(known)], known)
+        return seen
+
+    def _found_at_exit(self, does: str, event: int, verb: str) -> None:
+        if self.races.events.is_async[event]:
+            rule, why = "exit-with-work", "exits, and no thread of it has waited for the end of asynchronous work that"
+        else:
+            rule, why = "exited-cta", f"may exit before warp {self._warp(event)}"
+        self.races.grid.found(
+            Fault(
+                rule,
+                f"{self.cta} {why} {does}",
+                second=self.races.events.place(event),
+                second_is=f"the {verb}",
+            )
+        )
 
 
 class Races:
@@ -391,9 +443,16 @@ class Races:
                 for warp in warps.tolist():
                     clocks.fence_others(warp)
         else:
+            # The scope is "the set of threads" to which the fence applies. (PTX, Scope)
+            reaches_others = not opcode.endswith((".cta", ".cluster"))
             for warp in warps.tolist():
-                clocks.acquire([warp], clocks.until_fence.pop(warp, None))
+                until_fence = clocks.until_fence.pop(warp, None)
+                if until_fence and not reaches_others:
+                    clocks.until_fence[warp], until_fence = until_fence, Clock(until_fence.seen, {})
+                clocks.acquire([warp], until_fence)
                 clocks.at_fence[warp] = Clock(clocks.seen[:, warp].copy(), clocks.others[warp])
+                if reaches_others:
+                    clocks.at_gpu_fence[warp] = clocks.at_fence[warp]
         clocks.tick(warps)
 
     def wait_for_launch_before(self, lanes: Any) -> None:
@@ -434,7 +493,7 @@ class Races:
         if len(addresses) and size:
             _, epoch = self.group(cta, ("bulk", thread))
             component = cta.cluster.clocks.component((cta.rank, ("bulk write", thread)))
-            issuer = cta.cluster.clocks, component
+            issuer = cta.cluster.clocks, component, self.first_warp(cta) + thread // WARP
             memory = cta.grid.memory
             memory.races.write_later(memory.tensor_at(addresses, size), addresses, size, issuer, epoch)
 
@@ -455,6 +514,18 @@ class Races:
         component, epoch = self.group(cta, ("tcgen05.mma", thread))
         cta.cluster.clocks.products.add(component)
         return [self.first_warp(cta) + thread // WARP], component, epoch
+
+    def arrive_remotely(self, lanes: Any, barrier: Any) -> None:
+        """Records an arrival of these threads, before its release, if the mbarrier is in another CTA."""
+        if barrier.cta is not lanes.cta:
+            clocks, place = lanes.cta.cluster.clocks, self.grid.place()
+            for warp in self.warps(lanes).tolist():
+                barrier.arrived_from(warp, int(clocks.seen[ORDERED, warp, warp]), place)
+
+    def commit_remotely(self, cta: Any, thread: int, barrier: Any) -> None:
+        """Records a tcgen05.commit, before its products are committed, if the mbarrier is in another CTA."""
+        if barrier.cta is not cta:
+            barrier.arrived_from(*self.group(cta, ("tcgen05.mma", thread)), self.grid.place())
 
     def commit_products(self, cta: Any, thread: int) -> Clock | None:
         """What precedes the arrival of a tcgen05.commit: the products of the thread, and what came before them."""

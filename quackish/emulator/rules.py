@@ -17,11 +17,13 @@ class Rule(NamedTuple):
 RULES = {
     # What nothing orders
     "shared-race": Rule("Two accesses of shared memory that nothing orders.", goes_on=True),
-    "global-race": Rule("A read of global memory that nothing orders after a write.", goes_on=True),
+    "global-race": Rule("A read or a write of global memory that nothing orders after a write.", goes_on=True),
+    "non-coherent-load": Rule("`ld.global.nc` of what the same launch has written.", goes_on=True),
     "tensor-race": Rule("Two accesses of tensor memory that nothing orders.", goes_on=True),
     "launch-race": Rule("An access that may come before the end of an earlier launch.", goes_on=True),
     "mbarrier-init-race": Rule("A use of an mbarrier that nothing orders after its initialization.", goes_on=True),
     "proxy-fence": Rule("No `fence.proxy.async` between a write and a read by the async proxy.", goes_on=True),
+    "proxy-fence-of-copy": Rule("No `fence.proxy.async` between `cp.async` and the async proxy.", FORMAL, True),
     "tensor-map-fence": Rule("No fence of the tensor map's proxy between a change of it and a copy."),
     "wgmma-registers": Rule("An access of a register that a pending `wgmma` uses.", goes_on=True),
     "wgmma-fence": Rule("No `wgmma.fence` between an access of registers and their `wgmma`.", goes_on=True),
@@ -30,11 +32,14 @@ RULES = {
     "barrier-count": Rule("Counts of threads at a barrier that differ, or that it does not expect."),
     "mbarrier-count": Rule("Arrivals or bytes at an mbarrier that its phase does not expect."),
     "mbarrier-uninitialized": Rule("A use of an mbarrier that is not initialized."),
+    "mbarrier-memory": Rule("An access of memory that holds an mbarrier, or `mbarrier.init` of one that was used."),
+    "mbarrier-init-twice": Rule("`mbarrier.init` of an mbarrier that is initialized and unused.", FORMAL, True),
     # Addresses
     "out-of-bounds": Rule("An access outside of tensors, parameters, or what a CTA or thread has of other memory."),
     "misaligned": Rule("An address or a size that is not a multiple of what the instruction needs."),
     "wrong-cta": Rule("An address in a CTA that the instruction cannot access."),
-    "exited-cta": Rule("An access of shared memory of a CTA that has exited."),
+    "exited-cta": Rule("An access of shared memory of a CTA that has exited, or may have."),
+    "exit-with-work": Rule("A CTA that exits while asynchronous work uses its shared memory.", goes_on=True),
     "tensor-memory-lanes": Rule("An access of lanes of tensor memory that the warp or the product cannot access."),
     # Threads
     "member-mask": Rule("A member mask without a thread that executes the instruction."),
@@ -48,8 +53,10 @@ RULES = {
     # Tensor memory and launches
     "tensor-allocation": Rule("An allocation of tensor memory that is not valid or never freed."),
     "cta-pair": Rule("An instruction of a pair of CTAs without a peer that runs, or with another group size."),
+    "cta-pair-start": Rule("An allocation by a pair of CTAs of which one may not have started.", FORMAL, True),
     "collector": Rule("A use of A in the collector buffer, which has none."),
     "launch-control": Rule("`clusterlaunchcontrol.try_cancel` after one has failed, or after a CTA has exited."),
+    "launch-state": Rule("Memory that a launch must leave as it was for the next one."),
     "launch-config": Rule("A launch that a GPU refuses."),
     "host-call": Rule("A call of CUDA by the host code that fails."),
 }  # fmt: skip

@@ -278,6 +278,7 @@ class Cta:
             barrier.check()
         self.cluster.barrier.check()
         if self.exited == self.all_threads:
+            self.shared.races.check_exit()
             self.grid.completion.cta_exits(self)
             if self.tensor_memory is not None:
                 self.tensor_memory.check_exit()

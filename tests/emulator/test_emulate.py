@@ -327,6 +327,14 @@ def test_the_command_reports_wrong_results_and_faults(monkeypatch, capsys):
     assert fault["launch"]["kernel"].startswith("rms_norm_fwd, RmsNormFwd")
 
 
+def test_the_command_prints_findings(monkeypatch, capsys):
+    monkeypatch.setattr(
+        "quackish.emulator.grid.Grid.run", lambda grid: grid.findings.add(Fault("cta-pair-start", "something"))
+    )
+    main("emulate rms_norm 4x256".split())
+    assert "\nformal: cta-pair-start: something\n" in capsys.readouterr().out
+
+
 def test_the_command_prints_json(capsys):
     assert main("emulate rms_norm 4x256 --json".split()) == 0
     printed = json.loads(capsys.readouterr().out)

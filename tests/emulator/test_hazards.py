@@ -290,9 +290,53 @@ def test_a_release_and_an_acquire_order_ctas(seed):
         {"barrier": ""},  # only what the sender itself wrote is released
         {"barrier": "fence.acq_rel.gpu;", "send": RELAXED_RED},
         {"send": RELAXED_RED, "after": "fence.acq_rel.gpu;"},
+        {"barrier": FENCED.replace("gpu", "cta"), "send": RELAXED_RED},
+        {"barrier": "bar.sync 0; membar.cta;", "send": RELAXED_RED},
+        {"barrier": FENCED.replace("gpu", "cluster"), "send": RELAXED_RED},
+        {"receive": RELAXED_LOAD, "after": "fence.acq_rel.cta;"},
     ):
         with pytest.raises(Fault, match=r"race: warp \d reads global memory(.|\n)*release(.|\n)*st.global"):
             send(**mistake, seed=seed)
+
+
+def test_a_non_coherent_load_of_what_the_launch_has_written():
+    body = "mad.wide.u32 %o, %t, 4, %out; st.global.u32 [%o], %t; bar.sync 0; {} %v, [%out];"
+    wrong = body.format("ld.global.nc.u32")
+    check(body.format("ld.global.u32"), wrong, "non-coherent-load: (.|\n)*the write is of(.|\n)*st.global")
+    run(body.replace("[%o]", "[%o+128]").format("ld.global.nc.u32"), threads=32)  # other bytes of the tensor
+
+
+def test_a_fence_of_the_cta_orders_warps_of_the_cta():
+    body = """
+        mad.wide.u32 %o, %t, 4, %out; setp.lt.u32 %p, %t, 32; @!%p bra READER;
+        st.global.u32 [%o+128], %t; bar.warp.sync -1; {} st.relaxed.gpu.global.u32 [%out], 1;
+        bra DONE;
+        READER: ld.relaxed.gpu.global.u32 %v, [%out]; setp.eq.u32 %p, %v, 0; @%p bra READER;
+        {} ld.global.u32 %v, [%o];
+        DONE:
+    """
+    fence, wrong = "fence.acq_rel.cta;", "global-race: warp 1 reads"
+    check(body.format(fence, fence), body.format(fence, ""), wrong)
+    check(body.format(fence, fence), body.format("", fence), wrong)
+
+
+WRITES = "setp.ge.u32 %p, %t, 32; shr.u32 %v, %t, {shift}; and.b32 %a, %t, 31; mad.wide.u32 %o, %a, 4, %out;"
+
+
+def test_two_writes_of_global_memory():
+    """Both warps write the same words. If they write the same numbers, it makes no difference."""
+    body = WRITES.format(shift=5) + "@!%p st.global.u32 [%o], %v; {} @%p st.global.u32 [%o], %v;"
+    check(body.format("bar.sync 0;"), body.format(""), r"global-race: warp \d writes global(.|\n)*the write is of")
+    run(body.format("").replace("%t, 5;", "%t, 6;"))
+    run(body.format("").replace("st.global", "st.relaxed.gpu.global"))
+
+
+def test_a_bulk_store_to_what_another_warp_writes():
+    body = STORE.format(fence=FENCE, late_fence="", wait=WAIT)
+    other = "xor.b32 %v, %t, 32; mad.wide.u32 %o, %v, 4, %out; st.global.u32 [%o], 9;"
+    check(other + body, body.replace("bar.sync 0;", "bar.sync 0;" + other), "global-race: ")
+    add = body.replace("cp.async.bulk.global", "cp.reduce.async.bulk.global").replace("group [", "group.add.u32 [")
+    run(add.replace("bar.sync 0;", "bar.sync 0; red.global.add.u32 [%out], 9;"))  # additions need no order
 
 
 # Tickets of our kernels
@@ -304,8 +348,7 @@ TICKETS = {
 }
 
 
-@functools.cache
-def backward_with(old, new):
+def backward_with(workspace, old, new):
     """kernel_for of a KernelDevice: in the backward of rms_norm `old` is replaced by `new`."""
 
     @functools.cache
@@ -315,7 +358,8 @@ def backward_with(old, new):
         if problem.spec.name == "rms_norm_bwd" and old:
             assert old in exported.ptx
             exported = exported._replace(ptx=exported.ptx.replace(old, new))
-        return CompiledKernel(emulator.Kernel(exported, gpu, problem.spec.name), request.config)
+        name = problem.spec.name
+        return CompiledKernel(workspace.checked(emulator.Kernel(exported, gpu, name), name), request.config)
 
     return kernel_for
 
@@ -324,9 +368,9 @@ def norm(old="", new=""):
     torch.manual_seed(0)
     x, w = torch.randn(ROWS, 256).bfloat16().requires_grad_(), torch.ones(256).bfloat16().requires_grad_()
     gpu = dataclasses.replace(H200, sm_count=2)
-    device = KernelDevice(
-        gpu, backward_with(old, new), emulation._empty, workspace=emulation._new_workspace, must_cover=True
-    )
+    workspace = emulation.Workspace()
+    kernel_for = backward_with(workspace, old, new)
+    device = KernelDevice(gpu, kernel_for, emulation._empty, workspace=workspace.take, must_cover=True)
     with emulator.record("late", 0), substitute("cpu", device):
         quackish.rms_norm(x, w, eps=1e-6).sum().backward()
 
@@ -335,6 +379,16 @@ def test_the_sum_over_columns_has_its_tickets():
     norm()
     for old, new in TICKETS.items():
         with pytest.raises(Fault, match=r"race: warp \d+ reads global memory"):
+            norm(old, new)
+
+
+def test_tickets_are_reset():
+    """The last store of the backward resets the first ticket; atomic operations count to the second one's limit."""
+    for old, new, where in (
+        ("st.relaxed.gpu.global.b32", "red.relaxed.gpu.global.add.u32", 0),
+        ("inc.u32", "add.u32", 1),
+    ):
+        with pytest.raises(Fault, match=f"launch-state: rms_norm_bwd leaves .* in ticket {where} of the workspace"):
             norm(old, new)
 
 

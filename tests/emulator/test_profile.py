@@ -98,7 +98,7 @@ def test_lines_sum_up_to_the_launch(call, completion):
         return CompiledKernel(emulation.load(request, gpu, problem.spec.name), request.config)
 
     device = KernelDevice(
-        small(H200), kernel_for, emulation._empty, workspace=emulation._new_workspace, must_cover=True
+        small(H200), kernel_for, emulation._empty, workspace=emulation.Workspace().take, must_cover=True
     )
     with emulator.record(completion, 0, profile=True) as report, substitute("cpu", device):
         call()

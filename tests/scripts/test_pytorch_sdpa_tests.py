@@ -67,7 +67,6 @@ GOOD = """
 BROKEN = "test_good_but_broken fails with PyTorch's function: AssertionError: None\n"
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "select, code, parts",
     [

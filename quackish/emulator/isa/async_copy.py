@@ -274,7 +274,7 @@ def _load_box(lanes, i, tensors, barrier_address, destination, ranks, signaled):
     ctas = [cta_of(lanes, rank << RANK_SHIFT) for rank in ranks]
     barriers = [mbarrier_at(lanes, rank << RANK_SHIFT | barrier_address & OFFSET_MASK) for rank in signaled]
     for cta in ctas:
-        cta.shared.check(int(places.min()), int(places.max()) + 1)
+        cta.shared.check_bytes(int(places.min()), int(places.max()) + 1)
     window = tensor.window(coordinates)
     grid.races.load_from(lanes.cta, window.addresses.ravel(), window.row_bytes, int(lanes.threads[i]))
     for cta, barrier in zip(ctas, barriers, strict=True):
@@ -337,7 +337,7 @@ def _store_boxes(lanes, tensors, sources, add):
 def _store_box(cta, thread, tensor, coordinates, source, add):
     """The store of one box as work for `Completion.issue`."""
     memory, places = cta.grid.memory, tensor.shared_offsets(source & OFFSET_MASK)
-    cta.shared.check(int(places.min()), int(places.max()) + 1)
+    cta.shared.check_bytes(int(places.min()), int(places.max()) + 1)
     cta.grid.races.store_from(cta, cta.shared.races.granules_of_box(places), thread)
     window = tensor.window(coordinates)
     cta.grid.races.store_to(cta, window.addresses.ravel(), window.row_bytes, thread)

@@ -124,8 +124,25 @@ def mbarrier_init(lanes, addresses, counts):
     for offset, count in zip(offsets_in_cta(lanes, addresses).tolist(), counts.tolist(), strict=True):
         _check_alignment(offset)
         lanes.cta.shared.check(offset, offset + 8)
+        if (old := lanes.cta.mbarriers.get(offset)) is not None:
+            _check_second_init(lanes, old, count)
         lanes.cta.mbarriers[offset] = barriers.Mbarrier(lanes.cta, offset, count)
+        lanes.cta.shared.set_mbarrier(offset, True)
         lanes.cta.mbarriers[offset].initialized = lanes.cta.grid.races.now(lanes)
+
+
+def _check_second_init(lanes, old, count):
+    # "Performing any non-mbarrier or mbarrier.init operations on an initialized mbarrier object results in undefined
+    # behavior." (PTX, mbarrier). Cards write the state of an unused mbarrier, which changes nothing if it is the same.
+    if old.is_unused and old.count == count:
+        why = "an mbarrier is initialized twice, with the same count and unused in between"
+        lanes.cta.grid.found(Fault("mbarrier-init-twice", f"{why}: {old}"))
+    else:
+        raise Fault(
+            "mbarrier-memory",
+            f"mbarrier.init with a count of {count} where an initialized mbarrier is: {old}",
+            advice="mbarrier.inval must come first",
+        )
 
 
 def _check_alignment(offset):
@@ -138,6 +155,7 @@ def mbarrier_invalidate(lanes, addresses):
     for offset in offsets_in_cta(lanes, addresses).tolist():
         barriers.mbarrier_at(lanes.cta, offset)
         del lanes.cta.mbarriers[offset]
+        lanes.cta.shared.set_mbarrier(offset, False)
 
 
 # The state that an arrival returns is opaque; here it is the phase.
@@ -147,9 +165,11 @@ def _arrive_at(lanes, addresses, counts, sizes=None):
     """Each thread arrives at its mbarrier; with sizes, it expects these bytes first. Returns states."""
     states = []
     races, is_relaxed = lanes.cta.grid.races, ".relaxed" in lanes.cta.grid.opcode
+    at = [mbarrier_at(lanes, address) for address in addresses.tolist()]
+    for barrier in at:
+        races.arrive_remotely(lanes, barrier)
     clock = races.release_relaxed(lanes) if is_relaxed else races.release(lanes)
-    for i, address in enumerate(addresses.tolist()):
-        barrier = mbarrier_at(lanes, address)
+    for i, barrier in enumerate(at):
         barrier.arrived = joined(barrier.arrived, clock)
         states.append(barrier.phase)
         if sizes is not None:
@@ -186,7 +206,9 @@ def mbarrier_arrive_expect(lanes, addresses, sizes):
 @action("mbarrier.expect_tx.relaxed.{cta,cluster}.shared{,::cta,::cluster}.b64", "[u32], u32")
 def mbarrier_expect(lanes, addresses, sizes):
     for address, size in zip(addresses.tolist(), sizes.tolist(), strict=True):
-        mbarrier_at(lanes, address).expect(size)
+        barrier = mbarrier_at(lanes, address)
+        lanes.cta.grid.races.arrive_remotely(lanes, barrier)
+        barrier.expect(size)
 
 
 _SCOPES = "{,.acquire.cta,.acquire.cluster,.relaxed.cta,.relaxed.cluster}.shared{,::cta}.b64"
@@ -245,7 +267,7 @@ def _try_wait(lanes, following, writers, offset, parity):
 
 def _observe(lanes, barrier):
     """Orders the end of the mbarrier's last phase before what these threads do next; `.relaxed`, behind a fence."""
-    races = lanes.cta.grid.races
+    races, barrier.observed = lanes.cta.grid.races, barrier.phase
     (races.acquire_at_fence if ".relaxed" in lanes.cta.grid.opcode else races.acquire)(lanes, barrier.completed)
 
 

@@ -270,6 +270,8 @@ def _commit(lanes, group, addresses, masks=None):
             ranks = [address >> RANK_SHIFT]
         signaled = [mbarrier_at(lanes, rank << RANK_SHIFT | address & OFFSET_MASK) for rank in ranks]
 
+        for barrier in signaled:
+            cta.grid.races.commit_remotely(cta, thread, barrier)
         clock = cta.grid.races.commit_products(cta, thread)
 
         def signal(signaled=signaled, clock=clock):

@@ -65,9 +65,8 @@ def _meet(lanes, following, what, operands):
     peer_of(cta)
     # "When .cta_group::2 is specified, the issuing warp must make sure that peer CTA is launched"
     if lanes.mask & ~cta.cluster.barrier.passed.get(cta.rank, 0):
-        raise Fault(
-            "cta-pair", f"tcgen05.{what} before a barrier of the cluster: the peer of {cta} may not have started"
-        )
+        why = f"tcgen05.{what} before a barrier of the cluster: the peer of {cta} may not have started"
+        cta.grid.found(Fault("cta-pair-start", why))
     other = meetings.get(key)
     if other is None:
         parked = cta.park(lanes.mask, following, lambda: f"waits for its peer CTA to execute tcgen05.{what}")

@@ -22,7 +22,8 @@ def _change_in_global(lanes, address):
     """The bytes of a map in global memory, which the executing thread writes."""
     _check_alignment(address)
     memory, where = lanes.cta.grid.memory, np.array([address], np.uint64)
-    memory.races.write(memory.tensor_at(where, tensor_map.BYTES), where, tensor_map.BYTES)
+    tensor, size = memory.tensor_at(where, tensor_map.BYTES), tensor_map.BYTES
+    memory.races.write(tensor, where, size, slice(None), lambda: np.ones(len(where), np.bool_))
     lanes.cta.grid.num_events += 1
     lanes.cta.grid.changed_tensor_maps[address] = lanes.cta.grid.num_events
     return memory.bytes_at(address, tensor_map.BYTES)
