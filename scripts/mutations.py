@@ -214,28 +214,28 @@ MUTATIONS = (
         "quackish/ops/linear_divergence/kernels/rows.py",
         "rU[k, v] = -Float32.inf",
         "rU[k, v] = Float32(0.0)",
-        "tests/linear_divergence -k test_kernels_in_the_emulator",
+        "tests/linear_divergence/test_linear_divergence.py -k test_kernels_in_the_emulator",
     ),
     Mutation(
         "divergence_gradients_of_rows_that_do_not_count",
         "quackish/ops/linear_divergence/kernels/rows.py",
         "if args.start + row < load_at(args.num_live, 0):",
         "if args.start + row < 0x7FFFFFFF:",
-        "tests/linear_divergence -k test_kernels_in_the_emulator",
+        "tests/linear_divergence/test_linear_divergence.py -k test_kernels_in_the_emulator",
     ),
     Mutation(
         "divergence_sums_of_another_cta",
         "quackish/ops/linear_divergence/kernels/rows.py",
         "cute.arch.store_async_dsmem(slot, values[i].bitcast(Int32), mbar, lane)",
         "cute.arch.store_async_dsmem(slot, values[0].bitcast(Int32), mbar, lane)",
-        "tests/linear_divergence -k test_a_row_over_a_cluster",
+        "tests/linear_divergence/test_linear_divergence.py -k test_a_row_over_a_cluster",
     ),
     Mutation(
         "divergence_dw_of_the_last_block",
         "quackish/ops/linear_divergence/schedule.py",
         "factor, dw, start > 0)",
         "factor, dw, False)",
-        "tests/linear_divergence -k test_blocks_and_chunks",
+        "tests/linear_divergence/test_linear_divergence.py -k test_blocks_and_chunks",
     ),
     # rotary
     Mutation(

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 
+import quackish
 from quackish.testing import assert_close_to_fp64, assert_deterministic
 from quackish.testing.errors import error
 
@@ -28,6 +29,25 @@ class Scale(torch.autograd.Function):
 def raises(text, check, *args, **options):
     with pytest.raises(AssertionError, match=f"^{check.__name__}: {re.escape(text)}"):
         check(*args, **options)
+
+
+@pytest.mark.parametrize("emulate", [None, "h200"])
+def test_deterministic_says_what_ran(emulate):
+    x, weight = torch.randn(4, 64).bfloat16().requires_grad_(), torch.ones(64, requires_grad=True)
+    ran = assert_deterministic(quackish.rms_norm, x, weight, runs=3, emulate=emulate)
+    assert ran == (("cpu", 3, 0) if emulate is None else ("an emulated h200", 3, 6))
+
+
+def test_deterministic_in_the_emulator_finds_what_depends_on_completion():
+    calls = []
+
+    def changes(x):
+        calls.append(1)
+        return quackish.rms_norm(x, None) + (len(calls) == 3)
+
+    message = "output 0 .* in run 3 of 6, with completion='late' and seed=1 on an emulated h200"
+    with pytest.raises(AssertionError, match=message):
+        assert_deterministic(changes, torch.randn(4, 64).bfloat16(), emulate="h200")
 
 
 @pytest.mark.parametrize("device", DEVICES)

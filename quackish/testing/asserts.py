@@ -1,45 +1,84 @@
 """Asserts for tests of any function of tensors: the same bits on every run, and results close to fp64."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from quackish.device import launch
 from quackish.errors import a, describe
 from quackish.testing.device import other_work, poison_free_memory
 from quackish.testing.errors import bits, error, same_bits
 
 
-def assert_deterministic(function: Callable[..., Any], *inputs: Any, runs: int = 20) -> None:
+class Ran(NamedTuple):
+    """What `assert_deterministic` compared."""
+
+    where: str  # a device, or such as "an emulated h200"
+    runs: int
+    launches: int  # of quackish's kernels; 0: PyTorch ran everything, as the portable path does
+
+
+def assert_deterministic(
+    function: Callable[..., Any], *inputs: Any, runs: int | None = None, emulate: str | None = None
+) -> Ran:
     """Asserts that all outputs of `function(*inputs)` and all gradients have the same bytes in each of `runs` runs.
 
     Between runs free memory is filled with NaN, so that results do not repeat by chance. On a GPU another stream is
-    busy during each run.
+    busy during each run. In the emulator runs take turns with both completions and with other seeds.
 
     Args:
         function: returns a tensor, or tuples, lists and dicts of tensors.
         inputs: a gradient is computed for each tensor that requires grad. The gradients of outputs are random, and 1
             for 0-dim outputs.
+        runs: at least 2. None: 20, and 6 in the emulator.
+        emulate: a GPU such as "h200" or "b200", whose kernels run in `quackish.emulate`; inputs are on the CPU.
+
+    Returns:
+        What ran: on a CPU without `emulate`, that is PyTorch, and no kernel.
     """
     caller = "assert_deterministic"
     _check_callable(caller, function=function)
+    if runs is None:
+        runs = 20 if emulate is None else 6
     if not isinstance(runs, int):
         raise TypeError(f"{caller}: runs is {describe(runs)}; expected an int, at least 2")
     if runs < 2:
         raise ValueError(f"{caller}: runs is {runs}; expected at least 2, as the first is only compared with")
-    first, incoming = _results(caller, function, inputs)
+    launches = [0] * runs
+    with _counted(emulate, 0, launches):
+        first, incoming = _results(caller, function, inputs)
     device = next((t.device for t in first.values() if t is not None), "cpu")
     nbytes = max(64 << 20, 4 * sum(t.nbytes for t in first.values() if t is not None))
-    for run in range(2, runs + 1):
+    for run in range(1, runs):
         poison_free_memory(device, nbytes)
-        with other_work(device, launches=100):
+        with other_work(device, launches=100), _counted(emulate, run, launches) as how:
             again, _ = _results(caller, function, inputs, incoming)
-        _assert_same_names(caller, again, f"run {run}", first, "run 1")
+        _assert_same_names(caller, again, f"run {run + 1}", first, "run 1")
         for name, t in first.items():
             if not same_bits(again[name], t):
-                raise AssertionError(f"{caller}: {name} {_difference(again[name], t)} in run {run} of {runs}")
+                raise AssertionError(f"{caller}: {name} {_difference(again[name], t)} in run {run + 1} of {runs}{how}")
+    return Ran(str(device) if emulate is None else f"an emulated {emulate}", runs, sum(launches))
+
+
+@contextlib.contextmanager
+def _counted(emulate: str | None, run: int, launches: list[int]) -> Iterator[str]:
+    """Counts the launches in the block. Yields how the emulator runs, for a message."""
+    if emulate is None:
+        before = launch.counters.launches
+        yield ""
+        launches[run] = launch.counters.launches - before
+        return
+    from quackish.emulation import emulate as emulated
+
+    completion: Literal["late", "at_once"] = "late" if run % 2 == 0 else "at_once"
+    seed = run // 2
+    with emulated(emulate, completion, seed) as report:
+        yield f", with {completion=} and {seed=} on an emulated {emulate}"
+    launches[run] = len(report.launches)
 
 
 def assert_close_to_fp64(

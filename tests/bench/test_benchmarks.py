@@ -406,6 +406,7 @@ def test_targets_of_a_decoder_layer():
     assert judge("mlp", (16_384, 8, 8), 1.0, peak_mb=1100.0).count("FAIL") == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU all cells are measured")
 def test_a_decoder_layer_writes_two_files(tmp_path, in_this_process):
     for path in decoder.main(["--out", str(tmp_path)]):

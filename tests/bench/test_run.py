@@ -43,6 +43,7 @@ def bench(tmp_path: Path, op: str, *words: str) -> list[dict[str, str]]:
 # A run ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_a_run_writes_rows_page_and_figures_and_appends(tmp_path, capsys):
     words = ("--shapes", "8x32,16x32", "--dtype", "bf16,fp32", "--providers", "quackish,torch", "--commit", "abc-dirty")
     rows = bench(tmp_path, "rms_norm", *words)

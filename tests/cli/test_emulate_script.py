@@ -71,12 +71,14 @@ def test_a_fault_of_a_program(tmp_path):
     assert "outside every tensor" in done.stdout
 
 
+@pytest.mark.exhaustive
 def test_what_is_not_supported_is_named(tmp_path):
     done = emulate(tmp_path, "import torch; torch.cuda.CUDAGraph()")
     assert done.returncode == 1
     assert "the emulator has no CUDA graphs" in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_kernels_of_triton_are_refused(tmp_path):
     pytest.importorskip("triton")
     script = """

@@ -577,7 +577,7 @@ def has_copied(wait, completion):
     out, source = zeros(64), np.arange(64, dtype=U32)
     registers = MBARRIER_REGISTERS + ".reg .b32 %v; .reg .b64 %o;"
     wait += "mbarrier.test_wait.parity.shared.b64 %p, [%m], 0; selp.u32 %v, 1, 0, %p;"
-    wait += "@%leader st.global.u32 [%out], %v; ret;"
+    wait += f"@%leader st.global.u32 [%out], %v; {WAIT} ret;"  # no CTA exits before its copies have ended
     launch(
         kernel(COPY.format(wait=wait, expected=256), "in out", registers, BUFFER), source, out, block=(64, 1, 1),
         completion=completion,

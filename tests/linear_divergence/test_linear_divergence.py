@@ -157,7 +157,7 @@ def test_a_student_close_to_its_teacher(path, beta):
     assert loss.abs().max() <= 1e-6
 
 
-@pytest.mark.parametrize("path", ["portable", QUICK])
+@pytest.mark.parametrize("path", ["portable", pytest.param(QUICK, marks=pytest.mark.exhaustive)])
 def test_classes_of_probability_0(path):
     """Masked by a bias of -inf, in both models or in the student alone."""
     args = make(9, 64, 64, 296, FP32 if path == "portable" else BF16, mask=False)
@@ -259,6 +259,7 @@ def test_memory_is_as_computed():
         linear_divergence(**make(300, 16, 16, 33, FP32), memory_limit=5)
 
 
+@pytest.mark.exhaustive
 def test_bits_do_not_depend_on_other_rows():
     args = make(40, 64, 64, 301, BF16, mask=False)
     some = args | {name: args[name][7:19] for name in ("input", "teacher_input")}

@@ -67,6 +67,7 @@ GOOD = """
 BROKEN = "test_good_but_broken fails with PyTorch's function: AssertionError: None\n"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "select, code, parts",
     [
