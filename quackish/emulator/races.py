@@ -319,7 +319,8 @@ class SharedRaces(AsyncRaces):
 
     def _found_at_exit(self, does: str, event: int, verb: str) -> None:
         if self.races.events.is_async[event]:
-            rule, why = "exit-with-work", "exits, and no thread of it has waited for the end of asynchronous work that"
+            rule = "exit-with-work" if verb == "write" else "exit-with-read"
+            why = "exits, and no thread of it has waited for the end of asynchronous work that"
         else:
             rule, why = "exited-cta", f"may exit before warp {self._warp(event)}"
         self.races.grid.found(

@@ -39,7 +39,8 @@ RULES = {
     "misaligned": Rule("An address or a size that is not a multiple of what the instruction needs."),
     "wrong-cta": Rule("An address in a CTA that the instruction cannot access."),
     "exited-cta": Rule("An access of shared memory of a CTA that has exited, or may have."),
-    "exit-with-work": Rule("A CTA that exits while asynchronous work uses its shared memory.", goes_on=True),
+    "exit-with-work": Rule("A CTA that exits while asynchronous work writes its shared memory.", goes_on=True),
+    "exit-with-read": Rule("A CTA that exits while asynchronous work reads its shared memory.", FORMAL, True),
     "tensor-memory-lanes": Rule("An access of lanes of tensor memory that the warp or the product cannot access."),
     # Threads
     "member-mask": Rule("A member mask without a thread that executes the instruction."),
