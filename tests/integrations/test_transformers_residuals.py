@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import quackish
-from quackish.integrations.transformers import apply, report, revert
+from quackish.integrations.transformers import apply, report, residuals, revert
 from tests.integrations.test_transformers import assert_same_step, step, tiny
 from tests.integrations.test_transformers_trials import OwnMlp
 
@@ -156,6 +156,39 @@ def test_residuals_of_another_dtype_are_added_by_pytorch(monkeypatch):
     apply(layer, head=False)
     assert residuals_of(monkeypatch, lambda: layer(x, None)) == dict(rms_norm=0, mlp=1)
     torch.testing.assert_close(layer(x, None), expected)
+
+
+class InEvaluation(OwnLayer):
+    """Does what it does not in training: looks at a sum without grad. Returns a dict."""
+
+    def forward(self, hidden_states, mask):
+        output, _ = self.attention(hidden_states, mask)
+        total = hidden_states + output
+        if not self.training:
+            with torch.no_grad():
+                assert total.norm() > 0
+        return {"residual": total, "output": total + self.mlp(self.norm(total))}
+
+
+def test_sums_that_a_layer_looks_at_and_returns():
+    layer, x = InEvaluation().double().eval(), torch.randn(2, 5, 32, dtype=torch.float64, requires_grad=True)
+
+    def results():
+        values = layer(x, None)
+        grads = torch.autograd.grad(values["output"].sum() + values["residual"].sum(), [x, *layer.parameters()])
+        return [*values.values(), *grads]
+
+    expected = results()
+    layer.__class__ = residuals.layer_class(InEvaluation)
+    apply(layer.norm, head=False)
+    apply(layer.mlp, head=False)
+    torch.testing.assert_close(results(), expected)
+
+
+def test_a_report_after_a_linear_was_wrapped():
+    layer = apply(OwnLayer(), head=False)
+    layer.mlp.gate = nn.Sequential(layer.mlp.gate)  # as an adapter
+    assert {entry.kind for entry in report(layer) if entry.is_patched} >= {"residuals", "norm", "mlp"}
 
 
 def test_residuals_under_compile_and_in_copies(monkeypatch):

@@ -209,6 +209,37 @@ def test_a_second_backward_and_buffers(reduction):
     torch.testing.assert_close(x.grad, first[0])
 
 
+@pytest.mark.exhaustive
+def test_hooks_that_copy_saved_tensors():
+    """A copy of what kernels saved has other strides, if V is no multiple of 8."""
+    args = make(12, 32, 24, 301, BF16)
+    leaves = [args["input"].requires_grad_(), args["linear_weight"].requires_grad_()]
+    results = []
+    for copied in (lambda t: t, lambda t: t.clone()):
+        with emulated(QUICK):
+            with torch.autograd.graph.saved_tensors_hooks(copied, lambda t: t):
+                loss = linear_divergence(**args, reduction="none")
+            results.append(torch.autograd.grad(loss.sum(), leaves))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_small_gradients_in_fp16(beta, reduction):
+    """A loss that AMP scales, of many rows and classes at a high temperature: gradients of logits are small."""
+    g = torch.Generator().manual_seed(0)
+    x, w = torch.randn(512, 32, generator=g), torch.randn(8000, 32, generator=g) / 6
+    teacher_x = x + 0.3 * torch.randn(512, 32, generator=g)
+    grads = []
+    for dtype in (FP16, FP64):
+        tensors = [t.half().to(dtype).requires_grad_(i < 2) for i, t in enumerate((x, w, teacher_x, w.detach()))]
+        loss = linear_divergence(*tensors, beta=beta, temperature=4.0, reduction=reduction)
+        scale = 65536.0 if reduction == "mean" else 128.0
+        grads.append(torch.autograd.grad(loss, tensors[:2], torch.full_like(loss, scale)))
+    for got, want in zip(*grads, strict=True):
+        assert error(got, want).norm <= 2e-3
+
+
 def test_num_items_shapes_and_autocast():
     args = make(12, 16, 24, 65, FP32, mask=False)
     total = linear_divergence(**args, reduction="sum")

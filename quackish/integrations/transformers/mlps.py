@@ -112,7 +112,10 @@ def form_of(mlp: nn.Module) -> Form | str:
     base = unpatched_class(mlp)
     if "forward" in vars(mlp):
         return "its forward was replaced on the instance, as hooks of accelerate do"
-    if why := why_bypassed(mlp, next(_candidates(mlp))):
+    form = next(_candidates(mlp), None)
+    if form is None:
+        return "its linears are no longer plain ones"
+    if why := why_bypassed(mlp, form):
         return why
     key = base, base.forward, key_of(mlp)
     if key not in _forms:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from quackish.integrations.plain import why_output_differs, why_weights_unsupported
 from quackish.integrations.transformers import mlps, norms
@@ -37,7 +38,10 @@ def layer_class(base: type) -> type:
     def forward(self, *args, **kwargs) -> Any:
         if torch.compiler.is_compiling():  # the compiler fuses sums itself
             return base.forward(self, *args, **kwargs)
-        return _computed(base.forward(_stand_in(self), *args, **kwargs))
+        output = base.forward(_stand_in(self), *args, **kwargs)
+        if isinstance(output, (Tensor, _Deferred)):
+            return _computed(output)
+        return tree_map_only(_Deferred, _computed, output)
 
     return subclass(base, forward, (layer_class, base), adds_residuals=True)
 
@@ -90,13 +94,17 @@ class _Deferred:
 
     _tensor: Tensor | None = None
 
+    def __init__(self) -> None:
+        self._grad_enabled = torch.is_grad_enabled()
+
     def compute(self) -> Tensor:
         """Called at most once."""
         raise NotImplementedError
 
     def tensor(self) -> Tensor:
         if self._tensor is None:
-            self._tensor = self.compute()
+            with torch.set_grad_enabled(self._grad_enabled):
+                self._tensor = self.compute()
         return self._tensor
 
     def __add__(self, other: Any) -> Any:
@@ -112,6 +120,9 @@ class _Deferred:
 
     def __getitem__(self, index: Any) -> Any:
         return self.tensor()[index]
+
+    def __neg__(self) -> Any:
+        return -self.tensor()
 
     def __sub__(self, other: Any) -> Any:
         return self.tensor() - _computed(other)
@@ -143,6 +154,7 @@ class _MlpOutput(_Deferred):
     """The output of a patched MLP."""
 
     def __init__(self, mlp: nn.Module, x: Tensor):
+        super().__init__()
         self.mlp, self.x = mlp, x
 
     def compute(self) -> Tensor:
@@ -159,6 +171,7 @@ class _Sum(_Deferred):
     """x + residual"""
 
     def __init__(self, x: Tensor, residual: Tensor):
+        super().__init__()
         self.x, self.residual = x, residual
 
     def compute(self) -> Tensor:
@@ -293,14 +306,17 @@ def _try(layer: nn.Module, base: type, roles: dict[str, str]) -> str:
     for others in itertools.product((1, 0, 2), repeat=len(sublayers)):
         small = _small_layer(layer, base, roles, dict(zip(sublayers, others, strict=True)))
         try:
-            expected = _run(small)
+            _run(small)
         except Exception as error:  # its sublayers return something else
             failure = failure or error
             continue
-        small.__class__ = layer_class(base)
-        got = _run(small)
-        if why := compare_trials(got.values, expected.values, "its own", 1e-6):
-            return why
+        for training in (False, True):
+            small.__class__ = base
+            expected = _run(small.train(training))
+            small.__class__ = layer_class(base)
+            got = _run(small)
+            if why := compare_trials(got.values, expected.values, "its own", 1e-6):
+                return why
         if got.num_calls == expected.num_calls:
             return "no sum of it is the input of an RMSNorm, or has the output of an MLP, that quackish computes"
         return ""

@@ -75,7 +75,7 @@ def linear_divergence(
         linear_bias, teacher_bias: (V,), any of these dtypes.
         softcap, teacher_softcap: c: logits become c * tanh(logits / c).
         logit_scale, teacher_logit_scale: positive factors of the logits.
-        num_items: number or 0-dim tensor, for "mean". 0 counts as 1.
+        num_items: int or 0-dim tensor, for "mean". Less than 1 counts as 1.
         return_entropy: also return the student's entropy (...) at this temperature, in nats, without gradient.
         grad_weight_out: (V, H) buffer, fp32 or in linear_weight's dtype. Backward adds linear_weight's gradient to it
             and returns None to autograd.
@@ -88,7 +88,8 @@ def linear_divergence(
         their dtypes.
 
     Results are the same on every run. With kernels, a row's loss, entropy and gradient do not depend on other rows or
-    on their number. No input except `grad_weight_out` is written, and nothing synchronizes with the host.
+    on their number; the gradient of "none" in fp16 also depends on the largest factor. No input except
+    `grad_weight_out` is written, and nothing synchronizes with the host.
 
     Raises:
         ValueError, TypeError: the shape, value, device or dtype of an argument; DTensors; teacher tensors that require

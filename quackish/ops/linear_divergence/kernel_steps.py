@@ -83,7 +83,7 @@ class KernelSteps:
         args = by_name(RowsArgs)(
             student=sides[0], teacher=sides[1], row_grads=address(row_grads), num_live=address(num_live),
             loss=loss.data_ptr(), entropy=address(entropy), dlogits=address(dlogits), beta=beta,
-            grad_factor=student_side.scale / options.temperature, start=start, rows=rows,
+            grad_factor=options.boost * student_side.scale / options.temperature, start=start, rows=rows,
         )  # fmt: skip
         self._kernel(choose.epoch, problem).launch(args, self.stream())
         return reference.RowResults(loss, entropy, dlogits)

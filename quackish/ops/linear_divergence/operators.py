@@ -80,6 +80,15 @@ def steps_for(t: Tensors, plan: Plan) -> Steps:
     return kernel_steps.steps_of(require_device(WHO, x.device))
 
 
+# g is below 64 in practice: see reference.py
+BOOST = 1024.0
+
+
+def _defers_divisor(plan: Plan) -> bool:
+    """Whether "mean" divides its gradients in backward, after the gradient of the loss has scaled them, as AMP does."""
+    return plan.reduction == "mean" and plan.dtype == torch.float16
+
+
 class Prepared(NamedTuple):
     """What the steps of a call share."""
 
@@ -89,6 +98,7 @@ class Prepared(NamedTuple):
     options: RowOptions
     layout: Layout
     divisor: Tensor | None  # (1,): "mean" divides by it
+    unboost: Tensor | None  # (1,): 1 / options.boost; None: 1
 
 
 def _prepare(t: Tensors, plan: Plan, steps: Steps) -> Prepared:
@@ -101,9 +111,12 @@ def _prepare(t: Tensors, plan: Plan, steps: Steps) -> Prepared:
         w, teacher_w = operand(w), operand(teacher_w)
     student = Side(t.bias, plan.scale, plan.softcap)
     teacher = Side(t.teacher_bias, plan.teacher_scale, plan.teacher_softcap)
-    options = RowOptions(plan.beta, plan.temperature, plan.return_entropy, dlogits=False)
-    layout = Layout(plan.chunk, plan.block)
-    return Prepared(steps, rows, Models(w, student, teacher_w, teacher), options, layout, _divisor(t, rows, plan))
+    is_half = dtype == torch.float16
+    boost = BOOST * plan.temperature / plan.scale if is_half else 1.0
+    options = RowOptions(plan.beta, plan.temperature, plan.return_entropy, dlogits=False, boost=boost)
+    models, layout = Models(w, student, teacher_w, teacher), Layout(plan.chunk, plan.block)
+    unboost = t.x.new_full((1,), 1 / boost, dtype=torch.float32) if is_half else None
+    return Prepared(steps, rows, models, options, layout, _divisor(t, rows, plan), unboost)
 
 
 def _divisor(t: Tensors, rows: Rows, plan: Plan) -> Tensor | None:
@@ -121,24 +134,32 @@ def _divisor(t: Tensors, rows: Rows, plan: Plan) -> Tensor | None:
 
 
 def forward(t: Tensors, plan: Plan, steps: Steps) -> tuple[Tensor | None, ...]:
-    """(loss, entropy, dx, dw, db, dlogits)"""
+    """(loss, entropy, dx, dw, db, divisor, dlogits). Gradients are still to be divided by `divisor`, if it is given."""
     needed, wide = needed_of(t, plan), accumulate_dtype(plan.dtype)
     (m, _), is_none = t.x.shape, plan.reduction == "none"
     if m == 0:
         empty = t.x.new_empty((0,), dtype=wide)
         grads = Grads() if is_none else _zeros(t, needed)
-        return empty if is_none else empty.sum(), empty.clone() if plan.return_entropy else None, *grads, None
+        return empty if is_none else empty.sum(), empty.clone() if plan.return_entropy else None, *grads, None, None
     call = _prepare(t, plan, steps)
     keep = is_none and any(needed) and m <= plan.block
     factor = None if call.divisor is None else 1 / call.divisor
+    deferred = call.divisor if _defers_divisor(plan) and any(needed) else None
     in_forward = Needed(None, None, None) if is_none else needed
     found = schedule.run(
-        call.steps, call.rows, call.models, call.options, call.layout, in_forward, factor=factor, keep=keep
+        call.steps,
+        call.rows,
+        call.models,
+        call.options,
+        call.layout,
+        in_forward,
+        factor=factor if call.unboost is None else call.unboost,
+        keep=keep,
     )
     loss = found.loss
     if not is_none:
         loss = loss.sum() if factor is None else loss.sum() * factor[0]
-    return loss, found.entropy, *found.grads, found.dlogits
+    return loss, found.entropy, *found.grads, deferred, found.dlogits
 
 
 def backward(
@@ -153,16 +174,19 @@ def backward(
     if call.rows.order is not None:
         grads = grads.index_select(0, call.rows.order)
         grads = grads.masked_fill(torch.arange(len(grads), device=grads.device) >= call.rows.num_live, 0)
-    # of one magnitude for all losses' scales: fp16's range is small
-    factor = grads.abs().amax().view(1)
-    factor = torch.where(factor > 0, factor, 1)
-    grads = grads / factor
+    factor = call.unboost
+    if factor is not None:  # fp16: the largest gradient becomes about 1, by a power of two
+        largest = grads.nan_to_num(0.0, 0.0, 0.0).abs().amax().view(1)
+        power = torch.where(largest > 0, largest, 1).log2().ceil().exp2()
+        grads, factor = grads / power, factor * power
     if dlogits is None:
         found = schedule.run(call.steps, call.rows, call.models, call.options, call.layout, needed, grads, factor).grads
     else:
-        scaled = dlogits
-        if not overwrite:
-            m, v = dlogits.shape
+        scaled, (m, v) = dlogits, dlogits.shape
+        # a hook on saved tensors may return other strides
+        if not overwrite or (
+            steps is not reference and (dlogits.stride() != (padded(v), 1) or dlogits.data_ptr() % 16)
+        ):
             scaled = call.steps.matrix(m, v, dlogits.dtype, dlogits.device)
         torch.mul(dlogits, grads[:, None], out=scaled)
         found = schedule.gradients_of(call.steps, call.rows, call.models, scaled, needed, factor)
@@ -198,11 +222,12 @@ def _fake_forward(*args):
     needed, wide, (m, _) = needed_of(t, plan), accumulate_dtype(plan.dtype), t.x.shape
     entropy = t.x.new_empty((m,), dtype=wide) if plan.return_entropy else None
     if plan.reduction != "none":
-        return t.x.new_empty((), dtype=wide), entropy, *_fake_grads(t, needed), None
+        divisor = t.x.new_empty((1,), dtype=wide) if _defers_divisor(plan) and any(needed) and m > 0 else None
+        return t.x.new_empty((), dtype=wide), entropy, *_fake_grads(t, needed), divisor, None
     keep, v = any(needed) and 0 < m <= plan.block, t.w.shape[0]
     stride = v if steps_for(t, plan) is reference else padded(v)
     dlogits = t.x.new_empty_strided((m, v), (stride, 1), dtype=plan.dtype) if keep else None
-    return t.x.new_empty((m,), dtype=wide), entropy, None, None, None, dlogits
+    return t.x.new_empty((m,), dtype=wide), entropy, None, None, None, None, dlogits
 
 
 def _fake_backward(dloss, dlogits, *args):
@@ -226,7 +251,9 @@ def _gradients(ctx, dloss, dentropy):
     out, plan = ctx.grad_w_out, ctx.plan
     is_captured = dloss.is_cuda and torch.cuda.is_current_stream_capturing()
     overwrite = not (is_captured or is_graph_kept())  # a CUDA graph of backward alone may be replayed twice
-    *tensors, dx, dw, db, dlogits = ctx.saved_tensors
+    *tensors, dx, dw, db, divisor, dlogits = ctx.saved_tensors
+    if divisor is not None:
+        dloss = dloss / divisor.view(())
     if plan.reduction == "none":
         t = Tensors(*tensors)._replace(grad_w_out=out)
         dx, dw, db = backward_operator.direct(dloss, dlogits, *t, *plan, overwrite=overwrite)
@@ -275,7 +302,7 @@ _PLAN = (
 )
 forward_operator = Operator(
     f"linear_divergence_fwd({_TENSORS}, {_PLAN}) -> "
-    "(Tensor loss, Tensor entropy, Tensor dx, Tensor dw, Tensor db, Tensor dlogits)",
+    "(Tensor loss, Tensor entropy, Tensor dx, Tensor dw, Tensor db, Tensor divisor, Tensor dlogits)",
     _run_forward,
     _fake_forward,
     who=WHO,

@@ -37,6 +37,7 @@ class RowOptions(NamedTuple):
     temperature: float
     entropy: bool  # the student's entropy is computed
     dlogits: bool  # the gradient is computed
+    boost: float = 1.0  # dlogits are multiplied by it: fp16's range is small
 
 
 class RowResults(NamedTuple):
@@ -84,7 +85,7 @@ def rows(
         loss = (1 - beta) * from_student + beta * _product(t, s_to_mixture + ratio).sum(-1)
         g = (1 - beta) * _product(s, s_to_mixture - from_student[:, None])
     entropy = -_product(s, log_s).sum(-1) if options.entropy else None
-    g = _product(g, derivative)
+    g = _product(g, derivative * options.boost)
     if row_grads is not None:
         g = g * row_grads[:, None]
     if num_live is not None:
