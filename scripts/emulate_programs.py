@@ -123,7 +123,7 @@ def outcome(status: int, output: str) -> str:
     if status == 0:
         return "right" if launches and int(launches[-1]) else "error: no kernel was launched"
     _, raised, traceback = output.rpartition("Traceback (most recent call last)")
-    # Of a traceback, the error: the first line behind it that is not indented. Of a Fault, its first line.
+    # The error follows a traceback: its first line is the first one that is not indented. A Fault begins at once.
     text = traceback if raised else output
     lines = [line for line in text.splitlines()[bool(raised) :] if line.strip() and not line.startswith(" ")]
     about = [i for i, line in enumerate(output.splitlines()) if ABOUT_THE_LAUNCH.match(line)]

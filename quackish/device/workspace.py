@@ -1,4 +1,4 @@
-"""Memory for the sums over CTAs in RMSNorm's backward: fp32 scratch, and int32 counters ("tickets").
+"""Memory that launches need for a while, as for sums over CTAs: fp32 scratch, and int32 counters ("tickets").
 
 Tickets are zero before and after a kernel; scratch is uninitialized. Concurrent launches share neither. Launches on
 one stream run in order, so each stream has one workspace, allocated on that stream: no lock, event, memset or

@@ -139,7 +139,7 @@ class Kernel:
 
     def _names(self, args: tuple, kwargs: dict[str, Any]) -> Iterator[tuple[str, int]]:
         """Yields (name, address) of a call's arguments."""
-        signature = getattr(getattr(self.entry, "execution_args", None), "signature", None)  # that of the DSL
+        signature = getattr(getattr(self.entry, "execution_args", None), "signature", None)  # as the DSL sees it
         names = list(signature.parameters) if signature else []
         unnamed = range(len(names), len(args))  # tuples whose fields have names need none
         names += ["" if hasattr(args[i], "_fields") else f"argument {i}" for i in unnamed]

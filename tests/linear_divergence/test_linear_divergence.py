@@ -223,7 +223,7 @@ def test_hooks_that_copy_saved_tensors():
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.5])
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_small_gradients_in_fp16(beta, reduction):
     """A loss that AMP scales, of many rows and classes at a high temperature: gradients of logits are small."""

@@ -80,8 +80,14 @@ def steps_for(t: Tensors, plan: Plan) -> Steps:
     return kernel_steps.steps_of(require_device(WHO, x.device))
 
 
-# g is below 64 in practice: see reference.py
-BOOST = 1024.0
+def _boost(plan: Plan) -> float:
+    """The factor of dlogits, without which those of many classes vanish in fp16.
+
+    It makes them a multiple of g of reference.py, whose absolute values are at most 1.4, but unbounded for beta 1.
+    """
+    if plan.dtype != torch.float16:
+        return 1.0
+    return (64.0 if plan.beta == 1 else 1024.0) * plan.temperature / plan.scale
 
 
 def _defers_divisor(plan: Plan) -> bool:
@@ -98,7 +104,7 @@ class Prepared(NamedTuple):
     options: RowOptions
     layout: Layout
     divisor: Tensor | None  # (1,): "mean" divides by it
-    unboost: Tensor | None  # (1,): 1 / options.boost; None: 1
+    inverse_boost: Tensor | None  # (1,): 1 / options.boost; only in fp16
 
 
 def _prepare(t: Tensors, plan: Plan, steps: Steps) -> Prepared:
@@ -111,12 +117,11 @@ def _prepare(t: Tensors, plan: Plan, steps: Steps) -> Prepared:
         w, teacher_w = operand(w), operand(teacher_w)
     student = Side(t.bias, plan.scale, plan.softcap)
     teacher = Side(t.teacher_bias, plan.teacher_scale, plan.teacher_softcap)
-    is_half = dtype == torch.float16
-    boost = BOOST * plan.temperature / plan.scale if is_half else 1.0
+    boost = _boost(plan)
     options = RowOptions(plan.beta, plan.temperature, plan.return_entropy, dlogits=False, boost=boost)
     models, layout = Models(w, student, teacher_w, teacher), Layout(plan.chunk, plan.block)
-    unboost = t.x.new_full((1,), 1 / boost, dtype=torch.float32) if is_half else None
-    return Prepared(steps, rows, models, options, layout, _divisor(t, rows, plan), unboost)
+    inverse_boost = t.x.new_full((1,), 1 / boost, dtype=torch.float32) if dtype == torch.float16 else None
+    return Prepared(steps, rows, models, options, layout, _divisor(t, rows, plan), inverse_boost)
 
 
 def _divisor(t: Tensors, rows: Rows, plan: Plan) -> Tensor | None:
@@ -146,15 +151,9 @@ def forward(t: Tensors, plan: Plan, steps: Steps) -> tuple[Tensor | None, ...]:
     factor = None if call.divisor is None else 1 / call.divisor
     deferred = call.divisor if _defers_divisor(plan) and any(needed) else None
     in_forward = Needed(None, None, None) if is_none else needed
+    of_grads = factor if call.inverse_boost is None else call.inverse_boost
     found = schedule.run(
-        call.steps,
-        call.rows,
-        call.models,
-        call.options,
-        call.layout,
-        in_forward,
-        factor=factor if call.unboost is None else call.unboost,
-        keep=keep,
+        call.steps, call.rows, call.models, call.options, call.layout, in_forward, factor=of_grads, keep=keep
     )
     loss = found.loss
     if not is_none:
@@ -174,7 +173,7 @@ def backward(
     if call.rows.order is not None:
         grads = grads.index_select(0, call.rows.order)
         grads = grads.masked_fill(torch.arange(len(grads), device=grads.device) >= call.rows.num_live, 0)
-    factor = call.unboost
+    factor = call.inverse_boost
     if factor is not None:  # fp16: the largest gradient becomes about 1, by a power of two
         largest = grads.nan_to_num(0.0, 0.0, 0.0).abs().amax().view(1)
         power = torch.where(largest > 0, largest, 1).log2().ceil().exp2()
