@@ -15,7 +15,7 @@ from quackish.device import cache, notice, objects
 from quackish.device.compile import Request, compile_kernel, lock
 from quackish.device.kernel_device import KernelDevice, empty_on, substitute
 from quackish.device.kernel_for import CompiledKernel, request_for
-from quackish.device.workspace import NUM_TICKETS
+from quackish.device.workspace import MAX_TICKETS
 from quackish.errors import UnsupportedError, describe, did_you_mean
 from quackish.gpu import NAMED, Gpu
 from quackish.once import once
@@ -110,10 +110,10 @@ class Workspace:
     """The workspace of the only stream: its launches share tickets, and each call gets new scratch, full of NaN."""
 
     def __init__(self):
-        self._tickets = torch.zeros(NUM_TICKETS, dtype=torch.int32, device="cpu")
+        self._tickets = torch.zeros(MAX_TICKETS, dtype=torch.int32, device="cpu")
         self._lock = threading.RLock()  # launches on one stream run in order
 
-    def take(self, stream: int, floats: int) -> tuple[int, int, torch.Tensor]:
+    def take(self, stream: int, floats: int, num_tickets: int = 0) -> tuple[int, int, torch.Tensor]:
         scratch = _empty((floats,), (1,), torch.float32)
         return self._tickets.data_ptr(), scratch.data_ptr(), scratch
 

@@ -29,6 +29,7 @@ from quackish.ops.linear_cross_entropy.row_state import RowStateParts
 from quackish.ops.mlp import gemm_problems as mlp
 from quackish.ops.mlp import reference
 from quackish.ops.mlp.problems import TokenRowsProblem
+from quackish.ops.shared import problems as shared
 
 I16, I32, I64, BF16, FP32 = torch.int16, torch.int32, torch.int64, torch.bfloat16, torch.float32
 HUGE, HEADROOM, SMALLEST_RATIO, LEAST_LOG2, LOG2_E = 2e38, 60.0, 2.0**-20, -256.0, math.log2(math.e)
@@ -127,6 +128,8 @@ def with_row_state(a, start=0):
 
 def live_rows(num_live, start, rows):
     """(live rows of a chunk, live rows rounded up to whole tiles)"""
+    if num_live is None:
+        return rows, rows
     live = max(0, min(int(memory(num_live, I32, (1,))) - start, rows))
     return live, min(rows, -(-live // ROW_TILE) * ROW_TILE)
 
@@ -411,9 +414,9 @@ def gemm(p, a):
     m, n, k, split = a.m, a.n, a.k, a.split
     assert a.tail is None or not memory(a.tail.tickets, I32, (NUM_TICKETS,)).any()
     assert split % 64 == 0
-    live, padded = live_rows(a.num_live, a.start, m if p.live == "m" else k)
-    if p.live == "k":  # the last step along k includes rows past the live ones
-        steps = min(padded, -(-live // 64) * 64)
+    live, padded = live_rows(a.num_live, a.start, k if p.live == "k" else m)
+    if p.a_major == "m":  # the last step along k includes rows past the live ones
+        steps = min(padded, -(-live // 64) * 64) if p.live else k
         A = memory(a.a, dtype, (steps, m), (a.a_stride, 1)).T
         B = memory(a.b, dtype, (steps, n), (a.b_stride, 1)).T
         live = padded = m
@@ -606,8 +609,8 @@ def token_rows(p, args):
 
 KERNELS = dict(
     grouped_gemm=grouped_gemm, lce_gemm=gemm, lce_compact=compact, lce_gather=gather, lce_rows=rows, lce_sort=sort,
-    lce_targets=targets, lce_bias=bias, lce_scatter=scatter, lce_scale=scale,
-    token_rows=token_rows,
+    lce_targets=targets, lce_bias=bias, lce_scatter=scatter, scale=scale,
+    token_rows=token_rows, gemm=gemm,
 )  # fmt: skip
 
 # The fields of problems and epilogues that are taken into account here, or that change no result
@@ -625,7 +628,8 @@ KNOWN = {
     row_problems.LceTargetsProblem: "h dtype dw_dtype x_aligned rounding_residual",
     row_problems.LceBiasProblem: "dtype row_scale accumulate wide",
     row_problems.LceScatterProblem: "h dx_dtype",
-    row_problems.LceScaleProblem: "dtype",
+    shared.ScaleProblem: "dtype",
+    shared.StoreGemmProblem: "epilogue dtype out_dtype a_major b_major live a_in_two d_in_two split_k_tail",
     lce.LceGemmProblem: "epilogue dtype out_dtype a_major b_major live a_in_two d_in_two split_k_tail",
     lce.Softmax: f"{_LOGITS} return_stats recompute_flagged",
     lce.Dlogits: f"{_LOGITS} entropy",

@@ -18,8 +18,8 @@ from quackish.gpu import B200, H200, Roofs, gpu_of
 from quackish.kernels.gemm.problem import GemmArgs
 from quackish.kernels.gemm.sm90_config import GemmConfig
 from quackish.ops.linear_cross_entropy.gemm_problems import LceGemmProblem, Softmax
-from quackish.ops.linear_cross_entropy.row_problems import LceScaleProblem, ScaleArgs
 from quackish.ops.rms_norm.problems import ForwardArgs, RmsNormFwdConfig, RmsNormFwdProblem
+from quackish.ops.shared.problems import ScaleArgs, ScaleProblem
 from quackish.testing.errors import same_bits
 
 ROOFS = Roofs(copy=4e12, add=4e12, gemm=8e14, source="data sheet")
@@ -178,7 +178,7 @@ def test_speeds_and_bounds(cuda):
 
 
 def test_data_dependent_work_has_no_speed(cuda):
-    kernel = stand_in("LceScale", LceScaleProblem("bfloat16"), None, cuda.launch)
+    kernel = stand_in("Scale", ScaleProblem("bfloat16"), None, cuda.launch)
     with quackish.profile() as p:
         kernel(ScaleArgs(n=8_388_608, n2=65_536_000), 0)
     p.roofs = ROOFS

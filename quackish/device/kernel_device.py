@@ -39,10 +39,10 @@ def empty_on(device: torch.device | str) -> Empty:
 _cpu_memory = empty_on("cpu")
 
 
-def _new_workspace(stream: int, floats: int) -> tuple[int, int, Tensor]:
+def _new_workspace(stream: int, floats: int, num_tickets: int = workspace.NUM_TICKETS) -> tuple[int, int, Tensor]:
     """`KernelDevice.workspace` of substitutes: each call gets memory of its own."""
-    memory = torch.zeros(workspace.NUM_TICKETS + floats, dtype=torch.int32, device="cpu")
-    return memory.data_ptr(), memory.data_ptr() + 4 * workspace.NUM_TICKETS, memory
+    memory = torch.zeros(workspace.MAX_TICKETS + floats, dtype=torch.int32, device="cpu")
+    return memory.data_ptr(), memory.data_ptr() + 4 * workspace.MAX_TICKETS, memory
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,8 +56,9 @@ class KernelDevice:
     kernel_for: KernelFor  # (problem, gpu) -> its config and launch; UnsupportedError if there is none
     empty: Empty = _cpu_memory
     stream: Callable[[], int] = int  # the handle of its current stream
-    # (stream, number of fp32) -> address of tickets, address of scratch, an object to keep until the launch
-    workspace: Callable[[int, int], tuple[int, int, object]] = _new_workspace
+    # (stream, number of fp32, number of tickets) -> addresses of tickets and of scratch, an object to keep until the
+    # launch; see workspace.take
+    workspace: Callable[..., tuple[int, int, object]] = _new_workspace
     # Memory comes from the current device, and launches go there: if current() is not `index`, enter make_current().
     index: int | None = None
     current: Callable[[], int | None] = lambda: None

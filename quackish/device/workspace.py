@@ -17,7 +17,8 @@ from torch import Tensor
 
 from quackish.device import cuda
 
-NUM_TICKETS = 32  # per launch: 128 bytes, so that two launches never share an L2 line
+NUM_TICKETS = 32  # of most launches: 128 bytes, so that two launches never share an L2 line
+MAX_TICKETS = 1024
 _RESERVE = 1024  # captured launches whose tickets are allocated in advance: 128 KiB
 _MAX_STREAMS = 128  # streams with a workspace; one more drops the oldest, whose stream may no longer exist
 
@@ -33,18 +34,20 @@ _reserve_memory: list[Tensor] = []  # the reserves, never freed: graphs hold the
 _lock = threading.Lock()
 
 
-def take(device_index: int, stream: int, scratch_floats: int) -> tuple[int, int, object]:
+def take(
+    device_index: int, stream: int, scratch_floats: int, num_tickets: int = NUM_TICKETS
+) -> tuple[int, int, object]:
     """Returns (address of tickets, address of scratch_floats fp32, an object to keep until the launch).
 
-    `stream` is the current stream of the current device.
+    `stream` is the current stream of the current device. num_tickets: at most MAX_TICKETS.
     """
     if cuda.is_capturing():
-        return _take_for_graph(device_index, scratch_floats)
+        return _take_for_graph(device_index, scratch_floats, num_tickets)
     space = _workspaces.get((device_index, stream))
     if space is None or space.floats < scratch_floats:
         space = _take_for_stream((device_index, stream), scratch_floats)
     tickets = space.memory.data_ptr()
-    return tickets, tickets + 4 * NUM_TICKETS, space.memory
+    return tickets, tickets + 4 * MAX_TICKETS, space.memory
 
 
 def _take_for_stream(key: tuple[int, int], floats: int) -> _Workspace:
@@ -59,19 +62,20 @@ def _take_for_stream(key: tuple[int, int], floats: int) -> _Workspace:
                 del _workspaces[next(iter(_workspaces))]
             floats = 1 << (floats - 1).bit_length()  # powers of two: a stream holds < 4 times its largest request
             # The allocator reuses a dropped workspace only on its own stream, after the launches that still use it.
-            space = _workspaces[key] = _Workspace(_new_memory(device_index, NUM_TICKETS + floats), floats)
+            space = _workspaces[key] = _Workspace(_new_memory(device_index, MAX_TICKETS + floats), floats)
     return space
 
 
-def _take_for_graph(device_index: int, floats: int) -> tuple[int, int, tuple]:
+def _take_for_graph(device_index: int, floats: int, num_tickets: int) -> tuple[int, int, tuple]:
     """`take` for a launch that is captured: its tickets are used by no other launch."""
     device = torch.device("cuda", device_index)
-    scratch, zeros = torch.empty(floats, dtype=torch.float32, device=device), None
-    with _lock:
-        tickets = next(_reserves.get(device_index, iter(())), None)
+    scratch, zeros, tickets = torch.empty(floats, dtype=torch.float32, device=device), None, None
+    if num_tickets <= NUM_TICKETS:
+        with _lock:
+            tickets = next(_reserves.get(device_index, iter(())), None)
     if tickets is None:
         # Zeros from the graph's own pool cost one memset per replay.
-        zeros = torch.zeros(NUM_TICKETS, dtype=torch.int32, device=device)
+        zeros = torch.zeros(max(num_tickets, NUM_TICKETS), dtype=torch.int32, device=device)
         tickets = zeros.data_ptr()
     return tickets, scratch.data_ptr(), (zeros, scratch)
 

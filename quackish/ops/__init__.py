@@ -20,4 +20,6 @@ def parts(name: str) -> Iterator[Any]:
 
 def specs() -> dict[str, KernelSpec]:
     """The descriptions of all kernels, by name."""
-    return {spec.name: spec for problems in parts("problems") for spec in problems.SPECS}
+    from quackish.ops.shared import problems as shared
+
+    return {spec.name: spec for problems in (*parts("problems"), shared) for spec in problems.SPECS}

@@ -26,9 +26,9 @@ from quackish.ops.linear_cross_entropy.gemm_problems import (
     SoftmaxArgs,
     StoreWithResidual,
     gemm_config,
-    splits_dw_tail,
 )
 from quackish.ops.linear_cross_entropy.launches import LceKernels
+from quackish.ops.shared.problems import splits_dw_tail
 from quackish.testing import assert_deterministic
 from quackish.testing.errors import error, same_bits
 from tests import emulated_kernels

@@ -22,7 +22,6 @@ from quackish.ops.linear_cross_entropy.row_problems import (
     LceCompactProblem,
     LceGatherProblem,
     LceRowsProblem,
-    LceScaleProblem,
     LceScatterProblem,
     LceSortProblem,
     LceTargetsProblem,
@@ -33,6 +32,7 @@ from quackish.ops.linear_cross_entropy.row_problems import (
     StatsArgs,
     TargetsArgs,
 )
+from quackish.ops.shared.problems import ScaleProblem
 from quackish.testing.errors import same_bits
 from tests.emulated_kernels import HUGE, decode, encode, rounding_residual_of
 from tests.variants import all_pairs, check_compiles, on_gpus, one_per_kernel
@@ -83,7 +83,7 @@ def problems():
         yield "lce_bias", LceBiasProblem("bfloat16", *fields)
     yield "lce_bias", LceBiasProblem("float16", True, True, False)
     for dtype in ("bfloat16", "float16", "float32"):
-        yield "lce_scale", LceScaleProblem(dtype)
+        yield "scale", ScaleProblem(dtype)
         for h in (8, 1000, 4096):
             yield "lce_scatter", LceScatterProblem(h, dtype)
 

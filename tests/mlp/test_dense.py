@@ -122,7 +122,7 @@ def check_emulated(place, sizes, **how):
     with emulated(place) as report:
         got = step(mlp, args, dy, backend="cute")
     assert_close(got, args, dy)
-    assert {launch.kernel for launch in report.launches} == {"grouped_gemm"}
+    assert {launch.kernel for launch in report.launches} == {"grouped_gemm", "gemm"}  # the latter for weights
 
 
 def test_emulated():
@@ -163,8 +163,11 @@ def test_it_is_grouped_mlp_with_one_group(where):
     grads = torch.autograd.grad(y, (x, w1, w3, w2, b1, b2), dy)
     want = dict(zip(("x", "w1", "w3", "w2", "b1", "b2"), grads, strict=True), y=y.detach())
     want |= {"b1": want["b1"][0, :88], "b3": want["b1"][0, 88:], "b2": want["b2"][0]}
-    for name, t in want.items():  # the portable path adds in another order
-        assert same_bits(got[name], t) if where.backend == "cute" else torch.allclose(got[name], t), name
+    for name, t in want.items():
+        if where.backend == "cute" and name in ("x", "y"):
+            assert same_bits(got[name], t), name
+        else:  # sums in another order
+            assert error(got[name], t.double()).norm <= 10 * torch.finfo(t.dtype).eps, name
 
 
 @on_every_path

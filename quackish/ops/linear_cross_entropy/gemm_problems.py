@@ -1,7 +1,6 @@
 """The GEMMs of linear cross entropy: their epilogues and arguments, problems, config rules and description."""
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 from quackish.device.arguments import ALIGNED_F32, ALIGNED_I16, F32, I32, I64, optional
@@ -9,9 +8,10 @@ from quackish.device.spec import KernelSpec, on_blackwell, on_hopper
 from quackish.device.work import Sizes, Work, ceil_div, returns_at_once
 from quackish.gpu import Gpu
 from quackish.kernels.gemm.problem import EpilogueSpec, GemmProblem, Store, gemm_work
-from quackish.kernels.gemm.sm90_config import GemmConfig, gemm_why_illegal, splits_tails
+from quackish.kernels.gemm.sm90_config import GemmConfig, gemm_why_illegal
 from quackish.kernels.gemm.sm100_config import GemmSm100Config, gemm_sm100_why_illegal
 from quackish.ops.linear_cross_entropy.row_problems import ROW_TILE
+from quackish.ops.shared.problems import DW_PINGPONG
 
 SOFTMAX_TILE_N = {"sm_90": 192, "sm_100": 256, "sm_103": 256}  # classes per partial sum of the softmax
 
@@ -181,9 +181,7 @@ def gemm_config(problem: LceGemmProblem, gpu: Gpu) -> GemmConfig:
     #                    H100            H200
     # logits ping-pong   11.88 (12.37)   12.43 (12.81)
     # dx cooperative     12.01 (11.96)   12.46 (12.25)
-    # dw ping-pong       11.73 (12.65)   12.22 (12.69)
-    #    groups of 8     12.92           12.52
-    #    cooperative     12.44           12.68
+    # dw                 11.73 (12.65)   12.22 (12.69)
     # Logits: exponentials take as long as a mainloop with K = 256, and ping-pong overlaps them. dx: the loads of
     # ping-pong's narrower tiles cost more than it gains. Groups are 2048 rows or columns wide: dw takes up to 5 %
     # longer in groups of 4096 columns, and 44 % in groups of 1024 with 16,384 rows (H100).
@@ -194,21 +192,6 @@ def gemm_config(problem: LceGemmProblem, gpu: Gpu) -> GemmConfig:
     if problem.live == "k" and not problem.split_k_tail:
         return DW_PINGPONG
     return GemmConfig(group_along="n")
-
-
-DW_PINGPONG = GemmConfig(tile_m=192, tile_n=128, num_stages=5, group=16, group_along="n", pingpong=True)
-MAX_IDLE = 0.06  # fraction of the clusters' time, which is the gain of ping-pong for dw
-
-
-@functools.lru_cache(maxsize=1024)
-def splits_dw_tail(m: int, n: int, gpu: Gpu) -> bool:
-    """True if split-K in the tail of dw (m, n) is faster than ping-pong, as for few tiles. Independent of K."""
-    if not splits_tails(gpu):
-        return False
-    c = DW_PINGPONG
-    tiles = ceil_div(m, c.cluster_rows) * ceil_div(n, c.cluster_columns)
-    clusters = c.max_clusters(gpu.sm_count)
-    return -tiles % clusters > MAX_IDLE * tiles
 
 
 def gemm_sm100_config(problem: LceGemmProblem, gpu: Gpu) -> GemmSm100Config:

@@ -49,7 +49,6 @@ from quackish.ops.linear_cross_entropy.gemm_problems import (
     Softmax,
     SoftmaxArgs,
     StoreWithResidual,
-    splits_dw_tail,
 )
 from quackish.ops.linear_cross_entropy.layout import Layout
 from quackish.ops.linear_cross_entropy.row_problems import (
@@ -63,16 +62,16 @@ from quackish.ops.linear_cross_entropy.row_problems import (
     LceCompactProblem,
     LceGatherProblem,
     LceRowsProblem,
-    LceScaleProblem,
     LceSortProblem,
     LceTargetsProblem,
     LossArgs,
     RowsArgs,
-    ScaleArgs,
     SortArgs,
     StatsArgs,
     TargetsArgs,
 )
+from quackish.ops.shared.launches import launches_of
+from quackish.ops.shared.problems import splits_dw_tail
 
 Loop = Callable[[Sequence[Any]], Iterator[Any]]
 
@@ -125,6 +124,7 @@ class LceKernels:
     def __init__(self, device: KernelDevice, loop: Loop = iter):
         """loop: the iterations of a loop that are run. A dry run needs only some."""
         self.device, self.gpu, self.stream, self.loop = device, device.gpu, device.stream, loop
+        self.scale = launches_of(device).scale
         # the epoch of tuned configs, and the kernels chosen in it
         self._kernels: tuple[int, dict[tuple, CompiledKernel]] = choose.epoch, {}
 
@@ -173,19 +173,6 @@ class LceKernels:
             class_weight_dtype=dtype_of(class_weight),
             divisor=divisor,
         )
-
-    def scale(self, out: Tensor, factor: Tensor, out2: Tensor | None = None) -> None:
-        """out *= factor, out2 *= factor in place; equal dtypes, one fp32 factor. The kernel returns at once for 1."""
-        n, n2 = out.numel(), 0 if out2 is None else out2.numel()
-        if n + n2 == 0:
-            return
-        kernel = self.kernel(LceScaleProblem, None, {"dtype": out.dtype})
-        num_ctas = kernel.config.num_ctas(max(n, n2) * out.itemsize, self.gpu.sm_count)
-        args = by_name(ScaleArgs)(
-            out=out.data_ptr(), out2=(out if out2 is None else out2).data_ptr(), factor=factor.data_ptr(), n=n, n2=n2,
-            num_ctas=num_ctas,
-        )  # fmt: skip
-        kernel.launch(args, self.stream())
 
     # GEMMs
 

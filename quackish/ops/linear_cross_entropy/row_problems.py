@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from quackish.device.arguments import ALIGNED_F32, ALIGNED_I16, BF16, F32, I32, I64, Ptr, optional
 from quackish.device.spec import KernelSpec, on_all
-from quackish.device.work import Sizes, Work, bytes_of, returns_at_once
+from quackish.device.work import Sizes, Work, bytes_of
 from quackish.gpu import Gpu
 
 WIDE_BIAS = 32_768  # columns from which LceBiasProblem.wide is set
@@ -283,25 +283,6 @@ class LceScatterProblem:
         return ScatterArgs(dx=Ptr(self.dx_dtype, aligned=True))
 
 
-class ScaleArgs(NamedTuple):
-    out: Any = None  # (n,) bf16, fp16 or fp32, scaled in place
-    out2: Any = None  # (n2,) as out
-    factor: Any = F32  # (1,)
-    n: Any = "int64"
-    n2: Any = "int64"
-    num_ctas: Any = "int32"
-
-
-@dataclasses.dataclass(frozen=True)
-class LceScaleProblem:
-    dtype: str
-
-    @property
-    def args(self) -> ScaleArgs:
-        out = Ptr(self.dtype, aligned=True)
-        return ScaleArgs(out=out, out2=out)
-
-
 @dataclasses.dataclass(frozen=True)
 class LceCompactConfig:
     threads: int = 1024  # one CTA
@@ -336,16 +317,6 @@ class LceBiasConfig:
 
     lanes: int
     threads: int = 512
-
-
-@dataclasses.dataclass(frozen=True)
-class LceScaleConfig:
-    threads: int = 256
-    vectors: int = 4  # 16-byte vectors in flight per thread
-
-    def num_ctas(self, bytes: int, sm_count: int) -> int:
-        """Persistent CTAs, so that few are launched for nothing if the factor is 1."""
-        return max(1, min(-(-bytes // (self.threads * self.vectors * 16)), sm_count * 4))
 
 
 def lce_gather_config(problem: LceGatherProblem, gpu: Gpu) -> LceRowsConfig:
@@ -398,10 +369,6 @@ def _bias_work(p: LceBiasProblem, s: Sizes) -> Work:
 def _scatter_work(p: LceScatterProblem, s: Sizes) -> Work:
     elements = s["rows"] * p.h
     return Work(elements * 4, elements * bytes_of(p.dx_dtype), 0)
-
-
-def _scale_work(p: LceScaleProblem, s: Sizes) -> Work:
-    return returns_at_once("returns at once if grad_output is 1; otherwise it reads and writes the gradients")
 
 
 def _spec(kernel: str, config: type, rule: Any, sizes: tuple[str, ...], work: Any, sample: Any) -> KernelSpec:
@@ -471,13 +438,5 @@ ROW_SPECS = (
         ("rows",),
         _scatter_work,
         LceScatterProblem(64, "bfloat16"),
-    ),
-    _spec(
-        "scale:LceScale",
-        LceScaleConfig,
-        _default(LceScaleConfig),
-        ("n", "n2"),
-        _scale_work,
-        LceScaleProblem("bfloat16"),
     ),
 )

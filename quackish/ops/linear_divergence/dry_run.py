@@ -30,7 +30,7 @@ def dry_run(op: Operation, args: Args, gpu: Gpu, passes: tuple[str, ...]) -> Dry
         results = operators.forward(tensors, plan, steps)
         if any(plan.needs) and options.reduction == "none":
             recorder.phase = "backward"
-            grads = operators.backward(dloss, results[-1], tensors, plan, steps, overwrite=True)
+            grads = operators.backward(dloss, results[-1], tensors, plan, steps)
             del grads  # held until here
         del results
     layout = schedule.Layout(plan.chunk, plan.block)

@@ -16,19 +16,17 @@ from quackish.device.arguments import by_name
 from quackish.device.cuda import address
 from quackish.device.kernel_device import KernelDevice
 from quackish.device.kernel_for import CompiledKernel
-from quackish.kernels.gemm.problem import GemmArgs, ScaledArgs, Store
 from quackish.once import once
 from quackish.ops.linear_divergence import reference
 from quackish.ops.linear_divergence.problems import (
     MAX_CLASSES,
-    DivergenceGemmProblem,
     DivergenceRowsProblem,
     RowsArgs,
     Side,
     padded,
 )
+from quackish.ops.shared.launches import launches_of
 
-_store = functools.cache(Store)
 _ALIGNMENT = 8  # elements
 _LOG2_E = math.log2(math.e)
 
@@ -50,14 +48,13 @@ class KernelSteps:
     """The steps on one device, with the names and arguments of the functions in `reference.py`."""
 
     def __init__(self, device: KernelDevice):
-        self.device, self.stream = device, device.stream
+        self.device, self.stream, self.shared = device, device.stream, launches_of(device)
         self._kernel = functools.lru_cache(maxsize=1024)(self._find_kernel)
 
     def logits(self, x: Tensor, w: Tensor, num_live: Tensor | None, start: int) -> Tensor:
         rows, classes = x.shape[0], w.shape[0]
         out = self.matrix(rows, classes, torch.float32, x.device)
-        problem = self._gemm(Store(), x, out, "k", "k", None if num_live is None else "m")
-        self._multiply(problem, x, w, out, (rows, classes, x.shape[1]), num_live, start, None)
+        self.shared.logits(x, w, out, num_live, start)
         return out
 
     def rows(
@@ -89,47 +86,15 @@ class KernelSteps:
         return reference.RowResults(loss, entropy, dlogits)
 
     def dx(self, dlogits, w, num_live, start, factor, dtype) -> Tensor:
-        (rows, classes), h = dlogits.shape, w.shape[1]
-        out = self.device.matrix(rows, h, dtype)
-        epilogue = _store(scaled=factor is not None)
-        problem = self._gemm(epilogue, dlogits, out, "k", "n", None if num_live is None else "m")
-        self._multiply(problem, dlogits, w, out, (rows, h, classes), num_live, start, factor)
+        out = self.device.matrix(dlogits.shape[0], w.shape[1], dtype)
+        self.shared.dx(dlogits, w, out, num_live, start, factor)
         return out
 
     def dw(self, dlogits, x, num_live, start, factor, out, accumulate) -> None:
-        (rows, classes), h = dlogits.shape, x.shape[1]
-        epilogue = _store(scaled=factor is not None, accumulate=accumulate)
-        problem = self._gemm(epilogue, dlogits, out, "m", "n", None if num_live is None else "k")
-        self._multiply(problem, dlogits, x, out, (classes, h, rows), num_live, start, factor)
+        self.shared.dw(dlogits, x, out, num_live, start, factor, accumulate)
 
     def matrix(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self.device.matrix(rows, padded(columns), dtype)[:, :columns]  # the last row has its padding too
-
-    # Launches
-
-    def _gemm(
-        self, epilogue: Store, a: Tensor, out: Tensor, a_major: str, b_major: str, live: str | None
-    ) -> DivergenceGemmProblem:
-        dtypes = cuda.name_of(a.dtype), cuda.name_of(out.dtype)
-        return DivergenceGemmProblem(epilogue, *dtypes, a_major=a_major, b_major=b_major, live=live)
-
-    def _multiply(
-        self, problem: DivergenceGemmProblem, a: Tensor, b: Tensor, d: Tensor, sizes: tuple[int, int, int],
-        num_live: Tensor | None, start: int, factor: Tensor | None,
-    ) -> None:  # fmt: skip
-        """sizes: m, n, k of GemmArgs."""
-        kernel, stream = self._kernel(choose.epoch, problem), self.stream()
-        tickets, _, held = self.device.workspace(stream, 0)
-        m, n, k = sizes
-        args = by_name(GemmArgs)(
-            a=a.data_ptr(), second=None, b=b.data_ptr(), d=d.data_ptr(),
-            epilogue=None if factor is None else by_name(ScaledArgs)(factor=factor.data_ptr()), tail=None,
-            ticket=tickets, num_live=address(num_live), m=m, n=n, k=k, split=0,
-            start=None if num_live is None else start, a_stride=a.stride(0), second_stride=0, b_stride=b.stride(0),
-            d_stride=d.stride(0), max_clusters=kernel.config.max_clusters(self.device.gpu.sm_count),
-        )  # fmt: skip
-        kernel.launch(args, stream)
-        del held
 
     def _find_kernel(self, epoch: int, problem: Any) -> CompiledKernel:
         return self.device.kernel_for(problem, self.device.gpu)

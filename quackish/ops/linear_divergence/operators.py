@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 
 from quackish.device.kernel_device import report_portable, require_device, why_unsupported
-from quackish.device.modes import check_memory
+from quackish.device.modes import check_memory, is_compiling
 from quackish.ops.linear_divergence import kernel_steps, reference, schedule
 from quackish.ops.linear_divergence.checks import WHO
-from quackish.ops.linear_divergence.problems import GEMM_SPEC, padded
+from quackish.ops.linear_divergence.problems import padded
 from quackish.ops.linear_divergence.reference import RowOptions, Side
 from quackish.ops.linear_divergence.schedule import Grads, Layout, Models, Needed, Rows, Steps
 from quackish.ops.operator import Operator, is_graph_kept
+from quackish.ops.shared.launches import launches_of
 from quackish.ops.shared.matmul import accumulate_dtype
+from quackish.ops.shared.problems import GEMM_SPEC, SCALE_SPEC
 
 
 class Tensors(NamedTuple):
@@ -161,10 +163,8 @@ def forward(t: Tensors, plan: Plan, steps: Steps) -> tuple[Tensor | None, ...]:
     return loss, found.entropy, *found.grads, deferred, found.dlogits
 
 
-def backward(
-    dloss: Tensor, dlogits: Tensor | None, t: Tensors, plan: Plan, steps: Steps, overwrite: bool
-) -> tuple[Tensor | None, ...]:
-    """(dx, dw, db) of "none". overwrite: dlogits may be scaled in place."""
+def backward(dloss: Tensor, dlogits: Tensor | None, t: Tensors, plan: Plan, steps: Steps) -> tuple[Tensor | None, ...]:
+    """(dx, dw, db) of "none"."""
     needed = needed_of(t, plan)
     if dloss.numel() == 0:
         return tuple(_zeros(t, needed))
@@ -181,14 +181,11 @@ def backward(
     if dlogits is None:
         found = schedule.run(call.steps, call.rows, call.models, call.options, call.layout, needed, grads, factor).grads
     else:
-        scaled, (m, v) = dlogits, dlogits.shape
-        # a hook on saved tensors may return other strides
-        if not overwrite or (
-            steps is not reference and (dlogits.stride() != (padded(v), 1) or dlogits.data_ptr() % 16)
-        ):
-            scaled = call.steps.matrix(m, v, dlogits.dtype, dlogits.device)
-        torch.mul(dlogits, grads[:, None], out=scaled)
-        found = schedule.gradients_of(call.steps, call.rows, call.models, scaled, needed, factor)
+        m, v = dlogits.shape
+        if steps is not reference and (dlogits.stride() != (padded(v), 1) or dlogits.data_ptr() % 16):
+            # from a hook on saved tensors
+            dlogits = steps.matrix(m, v, dlogits.dtype, dlogits.device).copy_(dlogits)
+        found = schedule.gradients_of(call.steps, call.rows, call.models, dlogits, needed, grads, factor)
     return tuple(found)
 
 
@@ -205,9 +202,9 @@ def _run_forward(*args):
     return forward(t, plan, steps_for(t, plan))
 
 
-def _run_backward(dloss, dlogits, *args, overwrite=False):
+def _run_backward(dloss, dlogits, *args):
     t, plan = _checked(args)
-    return backward(dloss, dlogits, t, plan, steps_for(t, plan), overwrite)
+    return backward(dloss, dlogits, t, plan, steps_for(t, plan))
 
 
 def _checked(args: tuple) -> tuple[Tensors, Plan]:
@@ -248,29 +245,29 @@ def _setup(ctx, args, output):
 
 def _gradients(ctx, dloss, dentropy):
     out, plan = ctx.grad_w_out, ctx.plan
-    is_captured = dloss.is_cuda and torch.cuda.is_current_stream_capturing()
-    overwrite = not (is_captured or is_graph_kept())  # a CUDA graph of backward alone may be replayed twice
     *tensors, dx, dw, db, divisor, dlogits = ctx.saved_tensors
-    if divisor is not None:
-        dloss = dloss / divisor.view(())
     if plan.reduction == "none":
         t = Tensors(*tensors)._replace(grad_w_out=out)
-        dx, dw, db = backward_operator.direct(dloss, dlogits, *t, *plan, overwrite=overwrite)
+        dx, dw, db = backward_operator.direct(dloss, dlogits, *t, *plan)
     else:
-        dx, db = (None if grad is None else _scaled(grad, dloss, overwrite) for grad in (dx, db))
-        if dw is not None and out is None:
-            dw = _scaled(dw, dloss, overwrite)
-        elif dw is not None:
-            dw = dw * dloss
+        factor = dloss if divisor is None else dloss / divisor.view(())
+        dx, dw, db = (None if grad is None else _scaled(grad, factor, plan) for grad in (dx, dw, db))
     if out is not None and dw is not None:
         out.add_(dw)
         dw = None
     return dx, dw, db
 
 
-def _scaled(grad: Tensor, factor: Tensor, overwrite: bool) -> Tensor:
-    """grad * factor. factor is 0-dim: as (1,), PyTorch does not round it to grad's dtype."""
-    return torch.mul(grad, factor.view(1), out=grad if overwrite else torch.empty_like(grad))
+def _scaled(grad: Tensor, factor: Tensor, plan: Plan) -> Tensor:
+    """grad * factor, a 0-dim tensor; in grad's memory if no other backward and no replay of a CUDA graph needs it."""
+    is_portable = plan.backend == "reference" or grad.dtype == torch.float64
+    if is_compiling() or is_portable or why_unsupported(WHO, SCALE_SPEC, grad.device):
+        return torch.mul(grad, factor.view(1), out=torch.empty_like(grad))  # 0-dim, it would be rounded to grad's dtype
+    is_captured = grad.is_cuda and torch.cuda.is_current_stream_capturing()  # of backward alone
+    if is_captured or is_graph_kept() or not grad.is_contiguous() or grad.data_ptr() % 16:
+        grad = grad.clone(memory_format=torch.contiguous_format)
+    launches_of(require_device(WHO, grad.device)).scale(grad, factor.view(1))
+    return grad
 
 
 def _flops(t: Any, plan: Any, products: int, teacher: int) -> int:

@@ -1,68 +1,20 @@
-"""The kernels of linear_divergence: arguments, problems, configs, descriptions. Imports neither torch nor the DSL."""
+"""The kernel of rows: arguments, problem, config and description. Imports neither torch nor the DSL."""
 
 import dataclasses
 import itertools
 from typing import Any, NamedTuple
 
 from quackish.device.arguments import F32, I32, Ptr, optional
-from quackish.device.spec import KernelSpec, on_all, on_blackwell, on_hopper
-from quackish.device.work import Sizes, Work, bytes_of
+from quackish.device.spec import KernelSpec, on_all
+from quackish.device.work import Sizes, Work, bytes_of, ceil_div
 from quackish.errors import UnsupportedError
 from quackish.gpu import Gpu
-from quackish.kernels.gemm.problem import GemmProblem, Store, gemm_work
-from quackish.kernels.gemm.sm90_config import GemmConfig
-from quackish.kernels.gemm.sm100_config import GemmSm100Config
 from quackish.kernels.row_layout import columns_per_cta
-
-# Matrix products ------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class DivergenceGemmProblem(GemmProblem):
-    """Logits: A k-major, B k-major. dx: B n-major. dw: A m-major, B n-major; `live` is "k" there."""
-
-
-def gemm_config(problem: DivergenceGemmProblem, gpu: Gpu) -> GemmConfig:
-    """Not measured: the configs of linear_cross_entropy for the same products."""
-    if problem.a_major == "m":  # dw
-        return GemmConfig(tile_m=192, tile_n=128, num_stages=5, group=16, group_along="n", pingpong=True)
-    if problem.b_major == "k":  # logits: ping-pong overlaps their stores in fp32 with the next tile
-        return GemmConfig(tile_n=192, num_stages=5, pingpong=True)
-    return GemmConfig(group_along="n")
-
-
-def gemm_sm100_config(problem: DivergenceGemmProblem, gpu: Gpu) -> GemmSm100Config:
-    return GemmSm100Config(group_along="m" if problem.b_major == "k" else "n")
-
-
-_B = "bfloat16"
-GEMM_SPEC = KernelSpec(
-    name="divergence_gemm",
-    operation="linear_divergence",
-    problem=DivergenceGemmProblem,
-    on={
-        **on_hopper(
-            "quackish.ops.linear_divergence.kernels.gemm_sm90:DivergenceGemmSm90", GemmConfig, gemm_config
-        ),
-        **on_blackwell(
-            "quackish.ops.linear_divergence.kernels.gemm_sm100:DivergenceGemmSm100", GemmSm100Config, gemm_sm100_config
-        ),
-    },
-    sizes=("m", "n", "k"),
-    work=gemm_work,
-    samples=[
-        DivergenceGemmProblem(Store(), _B, "float32", live="m"),
-        DivergenceGemmProblem(Store(scaled=True), _B, _B, b_major="n"),
-        DivergenceGemmProblem(Store(scaled=True), _B, _B, a_major="m", b_major="n", live="k"),
-        DivergenceGemmProblem(Store(scaled=True, accumulate=True), _B, "float32", a_major="m", b_major="n"),
-    ],
-)  # fmt: skip
-
-# Rows -----------------------------------------------------------------------------------------------------------------
 
 KINDS = "forward", "reverse", "between"  # beta 0, 1, and any other: see reference.py
 CLUSTERS = 1, 2, 4, 8, 16
-MAX_CLASSES = CLUSTERS[-1] * 512 * 32  # 32 columns of a row per thread, each two fp32 numbers, in registers
+COLUMNS = 32  # of a row per thread, each two fp32 numbers, in registers
+MAX_CLASSES = CLUSTERS[-1] * 512 * COLUMNS
 
 
 def padded(classes: int) -> int:
@@ -131,17 +83,22 @@ class DivergenceRowsProblem:
 class DivergenceRowsConfig:
     threads: int  # per CTA
     split_n: int  # CTAs of a cluster that share a row
+    ctas_per_sm: int  # at least, which limits registers
 
 
 def rows_config(problem: DivergenceRowsProblem, gpu: Gpu) -> DivergenceRowsConfig:
-    """The fewest CTAs per row that keep it in registers, of 256 threads, two of which fit an SM. Not measured.
+    """The fewest CTAs per row that keep it in registers while two of them fit an SM, else while one does.
 
     UnsupportedError for more than MAX_CLASSES classes.
     """
-    fewer = problem.kind == "between" and problem.softcap  # with 32, 8 to 32 bytes spill
-    for columns, threads, split_n in itertools.product((24, 32) if fewer else (32,), (256, 512), CLUSTERS):
-        if columns_per_cta(padded(problem.v), 4, split_n) <= threads * columns:
-            return DivergenceRowsConfig(threads, split_n)
+    two_fit = 256 if problem.softcap else 320  # threads per CTA, of which an SM has two; with more, registers spill
+    limits = [(COLUMNS, two_fit), (COLUMNS, 512)]
+    if problem.softcap and problem.kind == "between":
+        two_fit, limits = 192, [(24, 192), (24, 512), (COLUMNS, 512)]
+    for (columns, most), split_n in itertools.product(limits, CLUSTERS):
+        threads = max(1, ceil_div(columns_per_cta(padded(problem.v), 4, split_n), 32 * columns)) * 32
+        if threads <= most:
+            return DivergenceRowsConfig(threads, split_n, max(1, 2 * two_fit // threads))
     raise UnsupportedError(
         f"linear_divergence: no kernel for {problem.v} classes; expected at most {MAX_CLASSES}. "
         'backend="auto" runs the portable path.'
@@ -155,6 +112,7 @@ def _rows_work(p: DivergenceRowsProblem, s: Sizes) -> Work:
     return Work(8 * elements + 4 * p.v * (p.bias + p.teacher_bias), written, 20 * elements)
 
 
+_B = "bfloat16"
 ROWS_SPEC = KernelSpec(
     name="divergence_rows",
     operation="linear_divergence",
@@ -170,4 +128,4 @@ ROWS_SPEC = KernelSpec(
         DivergenceRowsProblem(300, "forward"),
     ],
 )
-SPECS = GEMM_SPEC, ROWS_SPEC
+SPECS = (ROWS_SPEC,)

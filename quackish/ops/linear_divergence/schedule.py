@@ -69,12 +69,12 @@ class Results(NamedTuple):
 # Layouts --------------------------------------------------------------------------------------------------------------
 
 BLOCKS = 8192, 4096, 2048, 1024, 512, 256, 128
-CHUNKS = 1024, 512, 256, 128
+CHUNKS = 1024, 768, 512, 256, 128
 
 
 def default_layout(h: int) -> Layout:
-    """Chunks whose logits fit the memory that dw takes later, in 16 bits: h / 4 rows. Not measured."""
-    return Layout(next(rows for rows in CHUNKS if rows <= max(h // 4, 512)), BLOCKS[0])
+    """Chunks whose logits fit the memory that dw takes later, in 16 bits: h / 4 rows, but at least 768."""
+    return Layout(next(rows for rows in CHUNKS if rows <= max(h // 4, 768)), BLOCKS[0])
 
 
 def memory_of(layout: Layout, m: int, v: int, h: int, itemsize: int, needed: Needed) -> int:
@@ -209,9 +209,26 @@ def finish(sums: Products, rows: Rows, factor: Tensor | None) -> Grads:
 
 
 def gradients_of(
-    steps: Steps, rows: Rows, models: Models, dlogits: Tensor, needed: Needed, factor: Tensor | None
+    steps: Steps, rows: Rows, models: Models, dlogits: Tensor, needed: Needed, row_grads: Tensor, factor: Tensor | None
 ) -> Grads:
-    """The gradients, from those of the logits of all rows in one block."""
-    return finish(
-        multiply(steps, dlogits, rows, models, 0, factor, Products(True, needed, [], None, None)), rows, factor
-    )
+    """The gradients, from those of the logits of all rows in one block: see `run`. They scale rows of dx and of x."""
+    (dx_dtype, dw_dtype, db_dtype), by_row = needed, row_grads[:, None]
+    wide = accumulate_dtype(rows.x.dtype)
+    scaled_x = rows._replace(x=(rows.x * by_row).to(rows.x.dtype))
+    products = Products(True, Needed(wide if dx_dtype else None, dw_dtype, None), [], None, None)
+    products = multiply(steps, dlogits, scaled_x, models, 0, factor, products)
+    dx, db = [(found * by_row).to(dx_dtype) for found in products.dx], None
+    if db_dtype is not None:
+        db = sum_of_rows(steps, dlogits, row_grads, rows)
+    return finish(products._replace(needed=needed, dx=dx, db=db), rows, factor)
+
+
+def sum_of_rows(steps: Steps, dlogits: Tensor, row_grads: Tensor, rows: Rows) -> Tensor:
+    """The sum of row_grads * dlogits, (V,) fp32 (fp64), as a product with row_grads' parts in dlogits' dtype."""
+    parts, wide = dlogits.new_zeros((len(dlogits), 8)), row_grads.dtype  # kernels need 8 columns
+    for i in range(3):  # 16 bits hold 8 or 11 of 24 bits
+        parts[:, i] = row_grads
+        row_grads = row_grads - parts[:, i].to(wide)
+    out = torch.empty((dlogits.shape[1], 8), dtype=wide, device=dlogits.device)
+    steps.dw(dlogits, parts, rows.num_live, 0, None, out, False)
+    return out.sum(1)

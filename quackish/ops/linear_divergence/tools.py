@@ -3,9 +3,9 @@
 from typing import get_args
 
 from quackish.literals import Reduction
-from quackish.ops.linear_divergence.problems import GEMM_SPEC
 from quackish.ops.shared.argument_types import size
 from quackish.ops.shared.for_tools import Args, Imported, Maker, Operation, Options, SelfTest, flag, no_grad, value
+from quackish.ops.shared.problems import GEMM_SPEC
 
 
 def _make(new: Maker, shape: tuple[int, ...], options: Options) -> Args:

@@ -25,7 +25,7 @@ def dry_run(op: Operation, args: Args, gpu: Gpu, passes: tuple[str, ...]) -> Dry
     inputs = checks.Inputs(*[None if t is None else t.detach() for t in inputs])
     recorder = Recorder()
     recorder.ignore(*inputs, dy)
-    steps = kernel_steps.KernelSteps(KernelDevice(gpu, recorder.kernel_for, empty_on(META)))
+    steps = kernel_steps.steps_of(KernelDevice(gpu, recorder.kernel_for, empty_on(META)), dense=not groups)
     with recorder:
         inputs = inputs if groups else operators.one_group(inputs, steps)
         y, preactivation = operators.forward(steps, inputs, activation, grad and not recompute)

@@ -38,6 +38,7 @@ from quackish.ops.mlp.gemm_problems import (
 )
 from quackish.ops.mlp.problems import TokenRowsArgs, TokenRowsProblem
 from quackish.ops.mlp.reference import GATED, Needs
+from quackish.ops.shared.launches import launches_of
 
 # The same object every time: making one takes longer than looking it up.
 _up, _down, _down_backward, _store = map(functools.cache, (Up, Down, DownBackward, Store))
@@ -113,16 +114,14 @@ class KernelSteps:
 
     def weight_gradient(self, a, b, offs, dtype, out=None):
         a, b = _aligned(a), _aligned(b)
-        (rows, m), n, groups = a.shape, b.shape[1], offs.shape[0]
+        m, n, groups = a.shape[1], b.shape[1], offs.shape[0]
         if out is None:
             d = self.empty((groups, m, n), (m * n, n, 1), dtype)
         elif out.dtype is torch.float32 and out.is_contiguous() and out.data_ptr() % 16 == 0:
             d = out
         else:
             d = self.empty((groups, m, n), (m * n, n, 1), torch.float32).copy_(out)
-        ld = a.stride(0) if rows > 1 else m  # a single row may have any stride
-        sizes = dict(a_stride=ld, rows=rows, m=m, n=n, k=None)
-        self._launch(_store(accumulate=out is not None), a, b, None, d, offs, None, sizes, (m, n, None))
+        self._sum_products(a, b, d, offs, out is not None)
         if out is None:
             return d
         if d is out:
@@ -142,6 +141,13 @@ class KernelSteps:
         return self._token_rows("sum", x, rows, rows.shape[0])
 
     # Launches
+
+    def _sum_products(self, a: Tensor, b: Tensor, d: Tensor, offs: Tensor, accumulate: bool) -> None:
+        """d (groups, m, n) = (+= with `accumulate`) a[g].T @ b[g] of a (R, m), b (R, n)."""
+        (rows, m), n = a.shape, b.shape[1]
+        ld = a.stride(0) if rows > 1 else m  # a single row may have any stride
+        sizes = dict(a_stride=ld, rows=rows, m=m, n=n, k=None)
+        self._launch(_store(accumulate=accumulate), a, b, None, d, offs, None, sizes, (m, n, None))
 
     def _rows(
         self, epilogue: GroupedEpilogueSpec, a: Tensor, w: Tensor, second: Tensor | None, d: Tensor, offs: Tensor,
@@ -206,9 +212,20 @@ class KernelSteps:
         return self.device.kernel_for(TokenRowsProblem(op, n, cuda.name_of(dtype)), self.device.gpu).launch
 
 
-def steps_of(device: KernelDevice) -> KernelSteps:
-    """The steps that the calls on a device share."""
-    return once(device.cache, "grouped_mlp", KernelSteps, device)
+class DenseSteps(KernelSteps):
+    """The steps for one group of all rows. Its weights' gradients are plain matrix products, with split tails."""
+
+    def __init__(self, device: KernelDevice):
+        super().__init__(device)
+        self._dw = launches_of(device).dw
+
+    def _sum_products(self, a: Tensor, b: Tensor, d: Tensor, offs: Tensor, accumulate: bool) -> None:
+        self._dw(a, b, d[0], accumulate=accumulate)
+
+
+def steps_of(device: KernelDevice, dense: bool = False) -> KernelSteps:
+    """The steps that the calls on a device share. dense: see DenseSteps."""
+    return once(device.cache, "mlp" if dense else "grouped_mlp", DenseSteps if dense else KernelSteps, device)
 
 
 # Operands -------------------------------------------------------------------------------------------------------------

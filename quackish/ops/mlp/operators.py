@@ -38,10 +38,10 @@ class Dtypes(NamedTuple):
 Steps = ModuleType | kernel_steps.KernelSteps  # `reference` or kernels
 
 
-def steps_for(who: str, x: Tensor, columns: int, groups: int, backend: str) -> Steps:
+def steps_for(who: str, x: Tensor, columns: int, groups: int, backend: str, dense: bool = False) -> Steps:
     """The steps that run: kernels or the portable path, which on a GPU warns once per reason.
 
-    columns: the weights' other dimension besides x's columns. Kernels need multiples of 8 in both.
+    columns: the weights' other dimension besides x's columns. Kernels need multiples of 8 in both. dense: without offs.
     """
     if backend == "reference" or x.numel() == 0:
         return reference
@@ -50,7 +50,7 @@ def steps_for(who: str, x: Tensor, columns: int, groups: int, backend: str) -> S
     if why_portable:
         report_portable(why_portable, x.device, backend)
         return reference
-    return kernel_steps.steps_of(require_device(who, x.device))
+    return kernel_steps.steps_of(require_device(who, x.device), dense)
 
 
 def _checked_steps(who: str, x: Tensor, columns: int, offs: Tensor, backend: str) -> Steps:
@@ -127,7 +127,7 @@ def _for_steps(who: str, inputs: Inputs, backend: str) -> tuple[Steps, Inputs]:
     """The steps, and the inputs of grouped_mlp for them: all but the weights and their buffers contiguous."""
     check_memory(who, x=inputs.x, w1=inputs.w1, w3=inputs.w3, w2=inputs.w2)
     if inputs.offs is None:
-        steps = steps_for(who, inputs.x, inputs.w2.shape[-1], 1, backend)
+        steps = steps_for(who, inputs.x, inputs.w2.shape[-1], 1, backend, dense=True)
         inputs = one_group(inputs, steps)
     else:
         steps = _checked_steps(who, inputs.x, inputs.w2.shape[-1], inputs.offs, backend)

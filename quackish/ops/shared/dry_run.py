@@ -72,7 +72,7 @@ def launches(op: Operation, args: Args, gpu: Gpu, passes: tuple[str, ...]) -> Dr
 
         return CompiledKernel(launch, choice.config)
 
-    def workspace(stream: int, floats: int) -> tuple[int, int, None]:
+    def workspace(stream: int, floats: int, num_tickets: int = 0) -> tuple[int, int, None]:
         scratch.append(Buffer("scratch of the sums over CTAs, kept for the stream", 4 * floats))
         return 0, 0, None
 

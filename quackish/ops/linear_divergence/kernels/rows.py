@@ -93,7 +93,7 @@ class DivergenceRows:
             grid=[args.rows * split_n, 1, 1],
             block=[self.config.threads, 1, 1],
             cluster=[split_n, 1, 1] if split_n > 1 else None,
-            min_blocks_per_mp=512 // self.config.threads,
+            min_blocks_per_mp=self.config.ctas_per_sm,
             preferred_smem_carveout=10,
             stream=stream,
         )
@@ -151,7 +151,7 @@ class DivergenceRows:
             factor = args.grad_factor
             if const_expr(p.row_grads):
                 factor = factor * load_at(args.row_grads, row)
-            self.gradients(rS, rT, lse_s, lse_t, total, args.beta, factor * self.scale_of(p), args.student.limit)
+            self.gradients(rS, rT, lse_s, total, args.beta, factor * self.scale_of(p), args.student.limit)
             for v in cutlass.range_constexpr(rows.num_vecs):
                 if rows.live(v, lane, columns):
                     self.store(rS[None, v], args.dlogits, at, v, lane)
@@ -222,10 +222,11 @@ class DivergenceRows:
 
     @cute.jit
     def sums_of(self, rS: cute.Tensor, rT: cute.Tensor, lse_s: Float32, lse_t: Float32, beta: Float32) -> tuple:
-        """A warp's parts of the sums, in log2 units.
+        """A warp's parts of the sums, in log2 units. Replaces the teacher's u by what the gradient needs.
 
         The first is of t * log(t / s) for "forward", of s * log(s / t) for "reverse", and of s * log(s / m) for
-        "between", whose second is of t * log(t / m). The last is of s * log(s), for the entropy.
+        "between", whose second is of t * log(t / m). The last is of s * log(s), for the entropy. The gradient needs t
+        for "forward", log(s / t) for "reverse", and log(s / m) for "between".
         """
         p = self.problem
         first, second, entropy = (cute.make_rmem_tensor((VEC,), Float32) for _ in range(3))
@@ -236,12 +237,15 @@ class DivergenceRows:
             s, t = cute.math.exp2(log_s, fastmath=True), cute.math.exp2(log_t, fastmath=True)
             if const_expr(p.kind == "forward"):
                 first.store(first.load() + product(t, log_t - log_s))
+                rT[None, v].store(t)
             elif const_expr(p.kind == "reverse"):
                 first.store(first.load() + product(s, log_s - log_t))
+                rT[None, v].store(log_s - log_t)
             else:
                 ratio, to_mixture = self.to_mixture(log_s, log_t, beta)
                 first.store(first.load() + product(s, to_mixture))
                 second.store(second.load() + product(t, to_mixture + ratio))
+                rT[None, v].store(to_mixture)
             if const_expr(p.entropy):
                 entropy.store(entropy.load() + product(s, log_s))
         used = [first, *([second] if p.kind == "between" else []), *([entropy] if p.entropy else [])]
@@ -260,23 +264,20 @@ class DivergenceRows:
 
     @cute.jit
     def gradients(
-        self, rS: cute.Tensor, rT: cute.Tensor, lse_s: Float32, lse_t: Float32, total: Float32, beta: Float32,
-        factor: Float32, limit: Float32,
+        self, rS: cute.Tensor, rT: cute.Tensor, lse_s: Float32, total: Float32, beta: Float32, factor: Float32,
+        limit: Float32,
     ):  # fmt: skip
-        """Replaces the student's u by dlogits."""
+        """Replaces the student's u by dlogits. rT: of `sums_of`."""
         p = self.problem
         if const_expr(p.kind == "between"):
             factor = factor * (1.0 - beta)
         for v in cutlass.range_constexpr(self.rows.num_vecs):
             u = rS[None, v].load()
-            log_s, log_t = u - lse_s, rT[None, v].load() - lse_t
-            s = cute.math.exp2(log_s, fastmath=True)
+            s = cute.math.exp2(u - lse_s, fastmath=True)
             if const_expr(p.kind == "forward"):
-                g = s - cute.math.exp2(log_t, fastmath=True)
-            elif const_expr(p.kind == "reverse"):
-                g = product(s, log_s - log_t - total)
+                g = s - rT[None, v].load()
             else:
-                g = product(s, self.to_mixture(log_s, log_t, beta)[1] - total)
+                g = product(s, rT[None, v].load() - total)
             g = g * factor
             if const_expr(p.softcap):
                 tangent = u * (1.0 / limit)

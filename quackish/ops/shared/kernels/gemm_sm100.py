@@ -1,4 +1,4 @@
-"""Blackwell's GEMMs of linear_divergence."""
+"""Blackwell's GEMM that only stores its result."""
 
 from typing import ClassVar
 
@@ -7,5 +7,5 @@ from quackish.kernels.gemm.problem import Store
 from quackish.kernels.gemm.sm100 import GemmSm100
 
 
-class DivergenceGemmSm100(GemmSm100):
+class StoreGemmSm100(GemmSm100):
     epilogues: ClassVar = {Store: StoreSm100}

@@ -1,25 +1,36 @@
-"""Linear cross entropy: out *= factor for two tensors. If the factor, read on the device, is 1, nothing is touched."""
+"""out *= factor for two tensors. If the factor, read on the device, is 1, nothing is touched."""
 
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr
 
-from quackish.kernels.arguments import DTYPES
+from quackish.kernels.arguments import DTYPES, fake_args
 from quackish.kernels.dependent_launch import after_previous
 from quackish.kernels.memory import load_at, store_at, store_scaled, vector_at
-from quackish.ops.linear_cross_entropy.kernels.row_kernel import RowKernel
-from quackish.ops.linear_cross_entropy.row_problems import LceScaleConfig, LceScaleProblem, ScaleArgs
+from quackish.ops.shared.problems import ScaleArgs, ScaleConfig, ScaleProblem
 
 
-class LceScale(RowKernel):
-    def __init__(self, problem: LceScaleProblem, config: LceScaleConfig):
-        super().__init__(problem, config)
+class Scale:
+    def __init__(self, problem: ScaleProblem, config: ScaleConfig):
+        self.problem, self.config = problem, config
         self.vec = 128 // DTYPES[problem.dtype].width
+
+    def fake_args(self):
+        return fake_args(self.problem)
 
     @cute.jit
     def __call__(self, args: ScaleArgs, stream: CUstream):
-        self.kernel(args).launch(**self.launch_options(args.num_ctas, stream))
+        """At most 64 registers per thread; starts before the previous kernel ends, see `after_previous`."""
+        threads = self.config.threads
+        self.kernel(args).launch(
+            grid=[args.num_ctas, 1, 1],
+            block=[threads, 1, 1],
+            min_blocks_per_mp=65_536 // (threads * 64),
+            preferred_smem_carveout=10,
+            stream=stream,
+            use_pdl=True,
+        )
 
     @cute.kernel
     def kernel(self, args: ScaleArgs):

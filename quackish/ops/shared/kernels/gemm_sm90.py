@@ -1,4 +1,4 @@
-"""Hopper's GEMMs of linear_divergence."""
+"""Hopper's GEMM that only stores its result."""
 
 from typing import ClassVar
 
@@ -7,5 +7,5 @@ from quackish.kernels.gemm.problem import Store
 from quackish.kernels.gemm.sm90 import GemmSm90
 
 
-class DivergenceGemmSm90(GemmSm90):
+class StoreGemmSm90(GemmSm90):
     epilogues: ClassVar = {Store: StoreSm90}
