@@ -425,27 +425,63 @@ def sharded_rows() -> Table:
         yield title, row["ms"], *of_gpu, row["MB"]
 
 
-def llama_rows() -> Table:
-    yield "", "eager: ms", "eager: GB", "compiled: ms", "compiled: GB"
-    names = {
-        "unpatched": "plain", "Liger's norms and head": "liger", "`apply(model)`": "quackish",
-        '`apply(model, schedule="recompute")`': "quackish-recompute",
-        "`apply(model, memory_limit=n)`, with n set to match Liger's peak": "quackish-as-liger",
-        "all of Liger's patch: rotary embedding and SwiGLU too": "liger-all",
-        "`apply(model)` and Liger's rotary embedding and SwiGLU": "quackish-and-liger",
+STEPS = {
+    "Llama 3.2 1B": "llama-1b", "4 layers of Llama 3 8B": "llama-8b", "Qwen3 1.7B": "qwen3-1.7b",
+    "Gemma 3 1B": "gemma3-1b",
+}  # fmt: skip
+
+
+def step_rows(compiled: str) -> Table:
+    providers = {"unpatched": "plain", "Liger's whole patch": "liger", "`apply(model)`": "quackish"}
+    yield "", *(f"{title}: {unit}" for title in providers for unit in ("ms", "GB")), "time / Liger's"
+    for title, model in STEPS.items():
+        rows = [find("H100/llama_step.csv", model=model, provider=p, compiled=compiled) for p in providers.values()]
+        if any(rows):
+            cells = [row[column] if row else "" for row in rows for column in ("median_ms", "peak_gb")]
+            yield title, *(f"{float(cell):.1f}" if cell else "" for cell in cells), rows[-1]["vs_liger"]
+
+
+def dense_rows() -> Table:
+    yield (
+        "tokens, H, I",
+        *(f"{title}: {unit}" for title in ("quackish", "Liger", "PyTorch, compiled") for unit in ("ms", "GB")),
+        ("the plain matmuls: ms"),
+    )
+    for shape in dict.fromkeys(row["shape"] for row in rows_of("H100/mlp.csv") if row["direction"] != "host"):
+        rows = [find("H100/mlp.csv", shape=shape, provider=name) for name in ("quackish", "liger", "torch-compile")]
+        roof = find("H100/mlp.csv", shape=shape, provider="six-gemms")
+        yield of_shape(shape), *(cell for row in rows for cell in (ms(row), gb(row))), ms(roof)
+
+
+def rotary_rows() -> Table:
+    names = {"quackish": "quackish", "a copy": "mul", "Liger, in place": "liger", "PyTorch, compiled": "torch-compile"}
+    yield "batch, heads of q and k, length, D", "", *(f"{title}: us" for title in names)
+    for row in rows_of("H100/rotary.csv"):
+        shape, direction = row["shape"], row["direction"]
+        if direction != "host" and row["provider"] == "quackish":
+            found = [find("H100/rotary.csv", shape=shape, direction=direction, provider=p) for p in names.values()]
+            yield of_shape(shape), direction, *map(us, found)
+
+
+def distillation_rows() -> Table:
+    providers = {
+        "quackish": "quackish", "`reduction=\"none\"`": "quackish-per-row", "TRL": "trl", "Liger": "liger",
+        "PyTorch, compiled": "torch-compile",
     }  # fmt: skip
-    for title, name in names.items():
-        rows = [find("H100/llama_step.csv", of="step", provider=name, compiled=c) for c in ("no", "layers")]
-        yield title, *(f"{float(row[column]):.1f}" for row in rows for column in ("median_ms", "peak_gb"))
-
-
-def block_rows() -> Table:
-    yield "", "eager: ms", "compiled: ms"
-    for title, name in {
-        "unpatched": "plain", "`apply(model)`": "quackish", "our norms in compiled code too": "quackish-norms"
-    }.items():  # fmt: skip
-        rows = [find("H100/llama_step.csv", of="block", provider=name, compiled=c) for c in ("no", "layers")]
-        yield title, *(f"{float(row['median_ms']):.2f}" for row in rows)
+    yield (
+        "tokens, H of student and teacher, V",
+        "beta",
+        "the four matmuls: ms",
+        *(f"{title}: {unit}" for title in providers for unit in ("ms", "GB")),
+    )
+    where = dict(direction="forward+backward")
+    cells = [(row["shape"], row["data"]) for row in rows_of("H100/linear_divergence.csv") if row["direction"] != "host"]
+    for shape, data in dict.fromkeys(cells):
+        rows = [
+            find("H100/linear_divergence.csv", shape=shape, data=data, provider=p, **where) for p in providers.values()
+        ]
+        roof = find("H100/linear_divergence.csv", shape=shape, data=data, provider="four-gemms", **where)
+        yield of_shape(shape), data.removeprefix("beta="), ms(roof), *(c for row in rows for c in (ms(row), gb(row)))
 
 
 def olmoe_rows() -> Table:
@@ -490,7 +526,12 @@ TABLES: dict[str, page_tables.Tables] = {
     },
     "measurements/attention.md": {"times": attention_rows, "masks": attention_mask_rows},
     "measurements/parallel.md": {"times": sharded_rows},
-    "measurements/training_steps.md": {"llama": llama_rows, "block": block_rows, "olmoe": olmoe_rows, "trl": trl_rows},
+    "measurements/decoder.md": {"mlp": dense_rows, "rotary": rotary_rows},
+    "measurements/distillation.md": {"h100": distillation_rows},
+    "measurements/training_steps.md": {
+        "eager": functools.partial(step_rows, "no"), "compiled": functools.partial(step_rows, "layers"),
+        "olmoe": olmoe_rows, "trl": trl_rows,
+    },
 }  # fmt: skip
 
 if __name__ == "__main__":

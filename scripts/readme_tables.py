@@ -48,11 +48,14 @@ def operation(card: str, cell: Cell, ours: str = OURS, same_memory: bool = False
     return mine, min(others), min(pytorch)
 
 
-def llama_step(card: str, compiled: str) -> Times:
-    names = {"quackish": "", "liger": "Liger, norms and head", "liger-all": "Liger, whole patch", "plain": ""}
-    found = {name: find(f"{card}/llama_step.csv", of="step", provider=name, compiled=compiled) for name in names}
-    times = {n: Time(float(row["median_ms"]), float(row["peak_gb"]), names[n]) for n, row in found.items()}
-    return times["quackish"], min(times["liger"], times["liger-all"]), times["plain"]
+def step(card: str, model: str, compiled: str = "no") -> Times:
+    names = {"quackish": "", "liger": "Liger, whole patch", "plain": ""}
+    rows = [find(f"{card}/llama_step.csv", model=model, provider=name, compiled=compiled) for name in names]
+    pairs = zip(rows, names.values(), strict=True)
+    times = [
+        Time(float(row["median_ms"]), float(row["peak_gb"]), name) if row["median_ms"] else None for row, name in pairs
+    ]
+    return tuple(times)
 
 
 def loss(*shape: int) -> Cell:
@@ -63,6 +66,10 @@ def norm(*shape: int) -> Cell:
     return Cell("rms_norm", shape, "bfloat16", "backward")
 
 
+def distillation(*shape: int) -> Cell:
+    return Cell("linear_divergence", shape, "bfloat16", "forward+backward", "beta=0.0")
+
+
 def experts(model: str) -> Cell:
     return Cell("moe_mlp", tuple(map(int, MOE[model].split("x"))), "bfloat16", "forward+backward")
 
@@ -70,18 +77,22 @@ def experts(model: str) -> Cell:
 def rows_of(card: str) -> dict[str, Callable[[], Times]]:
     """By title of a row."""
     of = functools.partial(functools.partial, operation, card)
-    rows = {
-        "cross entropy, 4096 x 2048 x 32,000": of(loss(4096, 2048, 32000)),
-        "cross entropy, 8192 x 4096 x 128,256": of(loss(8192, 4096, 128256)),
-        'the same, `schedule="recompute"`': of(loss(8192, 4096, 128256), f"{OURS}-recompute", same_memory=True),
-        "RMSNorm, backward alone, 4096 x 4096": of(norm(4096, 4096)),
-    }
+    rows: dict[str, Callable[[], Times]] = {}
+    if card == "H100":
+        of_step = functools.partial(functools.partial, step, card)
+        rows["1B Llama, an eager step"] = of_step("llama-1b")
+        rows["the same, layers compiled"] = of_step("llama-1b", "layers")
+        rows["4 layers of an 8B Llama, an eager step"] = of_step("llama-8b")
+        rows["Qwen3 1.7B, an eager step"] = of_step("qwen3-1.7b")
+    rows["cross entropy, 4096 x 2048 x 32,000"] = of(loss(4096, 2048, 32000))
+    rows["cross entropy, 8192 x 4096 x 128,256"] = of(loss(8192, 4096, 128256))
+    rows['the same, `schedule="recompute"`'] = of(loss(8192, 4096, 128256), f"{OURS}-recompute", same_memory=True)
+    if card == "H100":
+        rows["distillation, 8192 x 2048 x 128,256"] = of(distillation(8192, 2048, 4096, 128256))
+    rows["RMSNorm, backward alone, 4096 x 4096"] = of(norm(4096, 4096))
     if card == "H200":
         rows["experts of Qwen3-30B, 16,384 tokens"] = of(experts("Qwen3-30B"))
         rows["experts of Mixtral, 8192 tokens"] = of(experts("Mixtral"))
-    if card == "H100":
-        rows["1B Llama, a training step"] = functools.partial(llama_step, card, "no")
-        rows["the same, layers compiled"] = functools.partial(llama_step, card, "layers")
     return rows
 
 

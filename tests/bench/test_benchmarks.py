@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 import quackish
 from benchmarks import attention, decoder, grouped_mlp, host_overhead, linear_cross_entropy, parallel, rms_norm, traces
+from benchmarks import linear_divergence as distillation
 from benchmarks import targets_linear_cross_entropy as targets
 from quackish.bench import processes, report, runner
 from quackish.bench.cells import A_LAUNCH, AGAIN, Cell, Job, options_of
@@ -159,7 +160,7 @@ RECORDED = sorted((ROOT / "benchmarks" / "results").rglob("*_*.csv"))
 def test_recorded_results_can_be_reported(path):
     programs = {"rms_norm": rms_norm, "linear_cross_entropy": targets}
     programs |= dict.fromkeys(("grouped_mlp", "moe_mlp"), grouped_mlp) | {"scaled_dot_product_attention": attention}
-    programs |= dict.fromkeys(("mlp", "rotary"), decoder)
+    programs |= dict.fromkeys(("mlp", "rotary"), decoder) | {"linear_divergence": distillation}
     if path.stem in programs:  # a training step has other columns
         page = report.markdown(Results(read_rows(path)), programs[path.stem].PAGE)
         assert "quackish" in page.partition("\n## ")[2]
@@ -404,6 +405,32 @@ def test_targets_of_a_decoder_layer():
         assert "FAIL" in judge(op, shape, 1.3)
         assert judge(op, shape, 1.0, err_y=2e-3).count("FAIL") == 1
     assert judge("mlp", (16_384, 8, 8), 1.0, peak_mb=1100.0).count("FAIL") == 1
+
+
+def test_targets_of_the_distillation_head():
+    def judge(ours, memory=900.0, **more):
+        errors = dict.fromkeys(distillation.BENCHES["linear_divergence"].errors, 1e-3)
+        found = {
+            "quackish": {"median_ms": ours, "peak_mb": memory, **errors, **more},
+            "trl": {"median_ms": 2.0, "peak_mb": 1000.0, **errors},
+            "torch-compile": {"median_ms": 1.2},
+            "four-gemms": {"median_ms": 1.0},
+        }
+        cell = Cell("linear_divergence", (8, 8, 8, 8), "bfloat16", TRAIN, "beta=0.5")
+        found = {name: {"status": "ok"} | record for name, record in found.items()}
+        return [word for word, _ in distillation.verdicts(results_of({cell: found}))]
+
+    assert set(judge(1.1)) == {"PASS"}
+    assert judge(1.18).count("FAIL") == 1
+    assert judge(1.25).count("FAIL") == 2
+    assert judge(1.1, 1100.0).count("FAIL") == judge(1.1, err_dx=2e-3).count("FAIL") == 1
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU all cells are measured")
+def test_the_distillation_head_writes_a_file(tmp_path, in_this_process):
+    (path,) = distillation.main(["--out", str(tmp_path)])
+    assert {row["data"] for row in read_rows(path)} == {"beta=0.0", "beta=0.5", "beta=1.0"}
 
 
 @pytest.mark.exhaustive

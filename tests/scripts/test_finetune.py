@@ -30,9 +30,11 @@ def test_both_curves_agree_and_fall(tmp_path, finetune, capsys):
     assert (tmp_path / "out" / "finetune.png").stat().st_size > 1000
     printed = capsys.readouterr().out.splitlines()
     printed = [line for line in printed if not line.startswith("[")]  # DeepSpeed logs here, where it is installed
-    assert [line.split(":")[0].split()[0] for line in printed] == ["torch", "quackish", "wrote"]
-    held_out = [float(line.partition("held out ")[2].partition(",")[0]) for line in printed[:2]]
-    assert held_out[1] == pytest.approx(held_out[0], rel=1e-3)
+    assert [line.split()[0].strip(",:") for line in printed] == [
+        "torch", "torch", "quackish", "torch", "quackish", "wrote"
+    ]  # fmt: skip
+    held_out = [float(line.partition("held out ")[2].partition(",")[0]) for line in printed[:3]]
+    assert held_out == pytest.approx([held_out[0]] * 3, rel=1e-3)
 
 
 @pytest.mark.gpu
