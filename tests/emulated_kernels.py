@@ -540,6 +540,10 @@ EPILOGUES = {
 def grouped_gemm(p, a):
     dtype, out = dtype_of(p.dtype), dtype_of(p.out_dtype)
 
+    def groups_of(a):
+        offs = torch.tensor([a.rows], dtype=I32) if p.max_groups == 1 else memory(a.offs, I32, (a.groups,))
+        return reference.Groups(offs, a.rows)
+
     def weights(a, address, n):
         if p.b_major == "k":
             return memory(address, dtype, (a.groups, n, a.k))
@@ -548,13 +552,13 @@ def grouped_gemm(p, a):
     def sums(a):
         assert a.a_stride >= a.m
         assert a.a_stride % 8 == 0
-        groups = reference.Groups(memory(a.offs, I32, (a.groups,)), a.rows)
+        groups = groups_of(a)
         A, B = memory(a.a, dtype, (a.rows, a.m), (a.a_stride, 1)), memory(a.b, dtype, (a.rows, a.n))
         D, total = memory(a.d, out, (a.groups, a.m, a.n)), groups.sum_of_products(A, B)
         D.copy_(torch.where(groups.has_rows[:, None, None], D + total, D) if p.epilogue.accumulate else total)
 
     def rows(a):
-        groups = reference.Groups(memory(a.offs, I32, (a.groups,)), a.rows)
+        groups = groups_of(a)
         e, o = a.epilogue, p.epilogue
         is_up, width = isinstance(o, mlp.Up), a.n * (1 + getattr(o, "gated", False))
         bs = [weights(a, a.b, width if is_up and not p.b_in_two else a.n)]

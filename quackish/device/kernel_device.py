@@ -218,12 +218,16 @@ def report_portable(why: str, device: torch.device, backend: str) -> None:
         warn_once(why)
 
 
-def as_current(device: torch.device) -> AbstractContextManager:
-    """Makes `device` the current one, where memory comes from and launches go, unless it has no kernels."""
+def is_current(device: torch.device) -> bool:
+    """True if memory comes from `device` and launches go there, or if it has no kernels."""
     found = device_of(device)
-    if isinstance(found, str) or found.current() == found.index:
-        return contextlib.nullcontext()
-    return found.make_current()
+    return isinstance(found, str) or found.current() == found.index
+
+
+def as_current(device: torch.device) -> AbstractContextManager:
+    """Makes `device` the current one, unless it is or has no kernels."""
+    found = device_of(device)
+    return contextlib.nullcontext() if is_current(device) or isinstance(found, str) else found.make_current()
 
 
 def forward_device(device: torch.device) -> KernelDevice | str | None:

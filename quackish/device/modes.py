@@ -46,7 +46,8 @@ def is_transformed() -> bool:
 def are_plain(tensors: Iterable[Any]) -> bool:
     """True if none of these is a tensor subclass. Subclasses get the custom operators, which they may override."""
     for t in tensors:  # `all` of a generator takes twice as long
-        if isinstance(t, Tensor) and type(t) is not Tensor and type(t) is not nn.Parameter:
+        kind = type(t)
+        if kind is not Tensor and kind is not nn.Parameter and t is not None and isinstance(t, Tensor):
             return False
     return True
 

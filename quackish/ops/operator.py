@@ -21,9 +21,18 @@ from quackish.device.kernel_device import (
     check_same_device,
     device_of,
     expects_kernels,
+    is_current,
     refuse_compile_in_substitutes,
 )
-from quackish.device.modes import are_plain, as_plain, is_compiling, is_plain, is_transformed, without_autocast
+from quackish.device.modes import (
+    are_plain,
+    as_plain,
+    autocast_dtype,
+    is_compiling,
+    is_plain,
+    is_transformed,
+    without_autocast,
+)
 from quackish.errors import UnsupportedError
 
 _library = torch.library.Library("quackish", "FRAGMENT")
@@ -36,7 +45,7 @@ Backward = Callable[..., Sequence[Tensor | None]]  # (ctx, *gradients of results
 class Operator:
     """torch.ops.quackish.NAME. Called as an object, it goes through the dispatcher."""
 
-    _function: type[torch.autograd.Function]
+    _apply: Callable[..., Any]  # of its torch.autograd.Function
 
     def __init__(
         self,
@@ -76,7 +85,7 @@ class Operator:
 
     def apply(self, *args: Any) -> Any:
         """The results that users see, of a `differentiable` operator: without the dispatcher in plain eager mode."""
-        return self._function.apply(*args) if self._is_direct(args) else self(*args)
+        return self._apply(*args) if self._is_direct(args) else self(*args)
 
     def differentiable(self, setup: Setup, backward: Backward, outputs: int, twice: bool = False) -> None:
         """Gives the operator a gradient.
@@ -113,7 +122,7 @@ class Operator:
             return output if isinstance(output, Tensor) else output[:outputs]
 
         methods = dict(forward=staticmethod(forward), backward=staticmethod(run_backward))
-        self._function = type(f"{who}_function", (torch.autograd.Function,), methods)
+        self._apply = fast_apply(type(f"{who}_function", (torch.autograd.Function,), methods))
         torch.library.register_autograd(self.overload, run_backward, setup_context=setup_operator, lib=_library)
 
     def _run_on_plain(self, *args: Any) -> Any:
@@ -123,6 +132,8 @@ class Operator:
     def _run_on_device(self, *args: Any, **more: Any) -> Any:
         """`run`, with the tensors' device as the current one and without autocast, which would round fp32 operands."""
         device = _device_of(args)
+        if is_current(device) and autocast_dtype(device.type) is None:  # the usual case: two contexts take 2 us
+            return self.run(*args, **more)
         with as_current(device), without_autocast(device.type):
             return self.run(*args, **more)
 
@@ -171,8 +182,9 @@ def refuse_second_derivatives(who: str, *grads: Tensor | None) -> None:
 
 def refuse_batched_gradients(who: str, *grads: Tensor | None) -> None:
     """RuntimeError in a backward pass with batched gradients."""
-    if any(grad is not None and (_is_batched(grad) or _is_legacy_batched(grad)) for grad in grads):
-        raise RuntimeError(f"{who}: vmap over gradients (is_grads_batched=True) is not supported")
+    for grad in grads:
+        if grad is not None and (_is_batched(grad) or _is_legacy_batched(grad)):
+            raise RuntimeError(f"{who}: vmap over gradients (is_grads_batched=True) is not supported")
 
 
 _is_batched = torch._C._functorch.is_batchedtensor

@@ -177,4 +177,5 @@ def test_the_order_of_tiles_is_one_of_128_rows():
 def test_parts_of_a_broadcast_sum():
     assert bias_parts(64, 1, 2048, 2048, 132) == 1  # 512 tiles occupy the GPU
     assert bias_parts(64, 1, 256, 256, 132) == 33  # 8 tiles
-    assert bias_parts(3, 1, 64, 64, 132) == 3  # at most one part per head
+    assert bias_parts(4, 1, 64, 64, 132) == 4  # at most one part per head
+    assert bias_parts(3, 1, 64, 64, 132) == 1  # too few heads to divide

@@ -70,6 +70,8 @@ OTHERS = [
     problem(Store(), "float16", cluster_tile="192x256"),
     problem(Up("swiglu", scaled=True, keeps=True), max_groups=1024, b_in_two=True),
     problem(Store(), max_groups=1024, cluster_tile="256x192"),
+    problem(Up("swiglu", keeps=True), max_groups=1),
+    problem(Store(), max_groups=1),
 ]
 PROBLEMS = [*UP, *DOWN_BACKWARD, *OTHERS]
 
@@ -101,7 +103,7 @@ def test_kernels_and_reference_have_the_same_gated_activations():
 
 
 def test_problems_are_few():
-    assert [max_groups_for(n) for n in (1, 64, 65, 128, 1024)] == [64, 64, 128, 128, 1024]
+    assert [max_groups_for(n) for n in (None, 1, 64, 65, 128, 1024)] == [1, 64, 64, 128, 128, 1024]
 
 
 TILES = [  # epilogue, (m, n, k), the tile on an H100

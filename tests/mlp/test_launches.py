@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 
-from quackish import grouped_mlp
+from quackish import grouped_mlp, mlp
 from quackish.device.choose import choose
 from quackish.device.kernel_device import KernelDevice, substitute
 from quackish.device.kernel_for import CompiledKernel
@@ -168,3 +168,12 @@ def test_backward_twice_and_no_input_is_written():
     second = torch.autograd.grad(y, wanted, dy)
     assert all(map(same_bits, first, second))
     assert all(same_bits(case[k].detach(), t) for k, t in before.items())
+
+
+def test_one_group_needs_no_offsets(launches):
+    """So mlp launches nothing but products."""
+    x, w1, w2 = (torch.randn(shape).to(BF16).requires_grad_() for shape in ((24, 64), (64, 64), (64, 32)))
+    mlp(x, w1, w2).sum().backward()
+    grouped, plain = "grouped_gemm", "gemm"
+    assert [p.spec.name for p, _ in launches] == [grouped, grouped, grouped, plain, grouped, plain]
+    assert all((p.max_groups, args.groups, args.offs) == (1, 1, None) for p, args in launches if p.spec.name == grouped)

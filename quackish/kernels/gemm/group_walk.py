@@ -63,7 +63,8 @@ class GroupWalk:
             if g == 0:
                 bound = Int32(0)
             elif g <= groups:
-                bound = load_at(args.offs, g - 1)
+                if const_expr(args.offs is not None):  # else the only group has all rows
+                    bound = load_at(args.offs, g - 1)
             sBounds[g] = bound
         cute.arch.sync_threads()
         # Each thread checks all bounds, and counts the tiles before (along m) or groups longer than (along k) its own.

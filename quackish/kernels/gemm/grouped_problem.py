@@ -20,7 +20,7 @@ class GroupedGemmArgs(NamedTuple):
     b: Any = None  # (groups, n, k) or (groups, k, n), or (r, n) with along "k"
     second: Any = None  # B's second buffer; with b_in_two
     d: Any = None  # written
-    offs: Any = I32  # (groups,): where each group ends
+    offs: Any = None  # (groups,) int32: where each group ends; without it, all rows are in one group
     epilogue: Any = None  # `EpilogueSpec.args`
     a_stride: Any = "int64"  # with along "k"
     rows: Any = "int32"
@@ -65,7 +65,7 @@ class GroupedGemmProblem:
 
     epilogue: GroupedEpilogueSpec
     dtype: str  # of A and B: "bfloat16" or "float16"
-    max_groups: int  # a power of two
+    max_groups: int  # a power of two; 1: all rows are in one group
     out_dtype: str
     b_major: str = "k"  # B's contiguous dimension: "n" or "k"
     b_in_two: bool = False  # B has two buffers: the two matrices of pairs, or else two parts along k
@@ -88,14 +88,14 @@ class GroupedGemmProblem:
         operand, rows = Ptr(self.dtype, aligned=True), self.along == "m"
         return GroupedGemmArgs(
             a=operand, b=operand, second=operand if self.b_in_two else None, d=Ptr(self.out_dtype, aligned=True),
-            epilogue=self.epilogue.args(self.dtype), a_stride=None if rows else "int64",
-            m=None if rows else "int32", k="int32" if rows else None,
+            offs=I32 if self.max_groups > 1 else None, epilogue=self.epilogue.args(self.dtype),
+            a_stride=None if rows else "int64", m=None if rows else "int32", k="int32" if rows else None,
         )  # fmt: skip
 
 
-def max_groups_for(groups: int) -> int:
-    """The problem's max_groups: one kernel serves up to 64, 128, 256... groups."""
-    return max(64, 1 << (groups - 1).bit_length())
+def max_groups_for(groups: int | None) -> int:
+    """The problem's max_groups: one kernel serves up to 64, 128, 256... groups. None: all rows are in one group."""
+    return 1 if groups is None else max(64, 1 << (groups - 1).bit_length())
 
 
 def grouped_gemm_work(p: GroupedGemmProblem, sizes: Sizes) -> Work:

@@ -77,10 +77,8 @@ def scaled_dot_product_attention(
         RuntimeError: backward with create_graph=True, or after an argument was modified in place.
     """
     causal_bias = is_causal_bias(attn_mask)
-    call = check(
-        query, key, value, None if causal_bias else attn_mask, dropout_p, is_causal, scale, enable_gqa, attn_bias,
-        window, softcap, return_lse, backend,
-    )  # fmt: skip
+    tensors = query, key, value, None if causal_bias else attn_mask, attn_bias
+    call = check(tensors, dropout_p, is_causal, scale, enable_gqa, window, softcap, return_lse, backend)
     has_mask = attn_mask is not None and not causal_bias
     is_plain_call = not has_mask and attn_bias is None and window is None and softcap is None and not return_lse
     if is_plain_call and backend != "reference":

@@ -10,6 +10,7 @@ from quackish.errors import UnsupportedError, check_bool, describe
 from quackish.ops.attention.problems import WHO
 from quackish.ops.attention.reference import Inputs, Options
 from quackish.ops.shared.arguments import check_backend, check_number, check_tensor
+from quackish.ops.shared.signatures import PerSignature
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -22,10 +23,41 @@ class Call(NamedTuple):
     shape: tuple[int, ...]  # of the output
 
 
+class Checked(NamedTuple):
+    """What the checks find out. It depends on no address and no value of a tensor."""
+
+    dtype: torch.dtype  # to round query, key and value to
+    shapes: tuple[tuple[int, ...], ...]  # of query, key and value, with common batch dimensions
+    scores: tuple[int, ...]  # the shape of the scores, which a mask and a bias broadcast to
+    options: Options
+    shape: tuple[int, ...]  # of the output
+
+
 def check(
-    query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any,
-    attn_bias: Any, window: Any, softcap: Any, return_lse: Any, backend: Any
+    tensors: tuple, dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any, window: Any, softcap: Any,
+    return_lse: Any, backend: Any,
 ) -> Call:  # fmt: skip
+    """tensors: query, key, value, attn_mask, attn_bias."""
+    checked = _checked(
+        tensors, dropout_p, is_causal, scale, enable_gqa, *_check_window(window), softcap, return_lse, backend
+    )
+    query, key, value, mask, bias = tensors
+    pairs = zip((query, key, value), checked.shapes, strict=True)
+    q, k, v = [_in_batches(t, shape, checked.dtype) for t, shape in pairs]
+    if mask is not None and mask.dtype != torch.bool:
+        mask, bias = None, mask
+    if mask is not None:
+        mask = _not_expanded(_as_four(mask, checked.scores))
+    if bias is not None:
+        bias = _as_four(bias, checked.scores)
+    return Call(Inputs(q, k, v, bias, mask), checked.options, checked.shape)
+
+
+def _check(
+    tensors: tuple, dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any, left: int | None, right: int | None,
+    softcap: Any, return_lse: Any, backend: Any,
+) -> Checked:  # fmt: skip
+    query, key, value, attn_mask, attn_bias = tensors
     check_backend(WHO, backend)
     _check_tensors(query=query, key=key, value=value, attn_mask=attn_mask, attn_bias=attn_bias)
     check_bool(WHO, is_causal=is_causal, enable_gqa=enable_gqa, return_lse=return_lse)
@@ -34,7 +66,6 @@ def check(
     check_number(WHO, "softcap", softcap, optional=True)
     if dropout_p != 0:
         raise UnsupportedError(f"{WHO}: dropout_p is {dropout_p}; expected 0.0: dropout is not supported")
-    left, right = _check_window(window)
     if is_causal:
         right = 0 if right is None else min(right, 0)
     if softcap is not None and not softcap > 0:
@@ -49,22 +80,24 @@ def check(
     query, key, value, lead = _check_shapes(query, key, value, enable_gqa)
     if scale is None:
         scale = query.shape[-1] ** -0.5
-    mask, bias, name = attn_mask, attn_bias, "attn_bias"
-    if mask is not None and mask.dtype != torch.bool:
-        mask, bias, name = None, attn_mask, "attn_mask"
     scores = (*lead, query.shape[-2], key.shape[-2])
-    if mask is not None:
-        mask = _not_expanded(_as_four("attn_mask", mask, scores))
-    if bias is not None:
-        if bias.dtype not in _DTYPES:
-            hint = "; pass a bool mask as attn_mask" if bias.dtype == torch.bool else ""
-            expected = f"{'bool, ' * (name == 'attn_mask')}bfloat16, float16, float32 or float64{hint}"
-            raise TypeError(f"{WHO}: {name} is {bias.dtype}; expected {expected}")
-        bias = _as_four(name, bias, scores)
-    dtype = _compute_dtype(query, key, value)
-    q, k, v = (_four(t if t.dtype is dtype else t.to(dtype)) for t in (query, key, value))
+    for name, t in (("attn_mask", attn_mask), ("attn_bias", attn_bias)):
+        if t is None:
+            continue
+        is_mask = name == "attn_mask"
+        if t.dtype not in _DTYPES and not (is_mask and t.dtype == torch.bool):
+            hint = "; pass a bool mask as attn_mask" if t.dtype == torch.bool else ""
+            expected = f"{'bool, ' * is_mask}bfloat16, float16, float32 or float64{hint}"
+            raise TypeError(f"{WHO}: {name} is {t.dtype}; expected {expected}")
+        _check_broadcast(name, t, scores)
+    shapes = tuple(tuple(t.shape) for t in (query, key, value))
     options = Options(float(scale), None if softcap is None else float(softcap), left, right)
-    return Call(Inputs(q, k, v, bias, mask), options, (*lead, query.shape[-2], value.shape[-1]))
+    return Checked(
+        _compute_dtype(query, key, value), shapes, scores, options, (*lead, query.shape[-2], value.shape[-1])
+    )
+
+
+_checked = PerSignature(_check)
 
 
 def is_causal_bias(mask: Any) -> bool:
@@ -150,13 +183,24 @@ def _four(t: Tensor) -> Tensor:
     return t.reshape(-1, *t.shape[-3:])
 
 
-def _as_four(name: str, t: Tensor, scores: tuple[int, ...]) -> Tensor:
-    """A mask or bias as (B or 1, H or 1, Lq or 1, Lk or 1)."""
+def _check_broadcast(name: str, t: Tensor, scores: tuple[int, ...]) -> None:
     extra = t.dim() - len(scores)
     sizes = (1,) * -extra + tuple(t.shape)
     if extra > 0 or any(size not in (1, full) for size, full in zip(sizes, scores, strict=False)):
         raise ValueError(f"{WHO}: {name} is {_dims(t)}; expected {tuple(scores)}, or 1 in some dimensions")
-    t = t[(None,) * -extra] if extra else t
+
+
+def _in_batches(t: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """query, key or value as (batch, heads, length, columns). shape: with common batch dimensions."""
+    t = t if t.dtype is dtype else t.to(dtype)
+    t = t if t.shape == shape else t.expand(shape)
+    return t if t.dim() == 4 else _four(t)
+
+
+def _as_four(t: Tensor, scores: tuple[int, ...]) -> Tensor:
+    """A mask or bias as (B or 1, H or 1, Lq or 1, Lk or 1)."""
+    missing = len(scores) - t.dim()
+    t = t[(None,) * missing] if missing else t
     if t.dim() > 4 and any(size != full for size, full in zip(t.shape[:-3], scores[:-3], strict=True)):
         if any(size != 1 for size in t.shape[:-3]):
             t = t.expand(*scores[:-3], *t.shape[-3:])

@@ -129,10 +129,13 @@ def attention_config(problem: AttentionProblem, gpu: Gpu) -> AttentionConfig:
     raise UnsupportedError(f"scaled_dot_product_attention: no kernel for {problem} on {gpu.name}")
 
 
+MIN_DIVIDED = 4  # heads that a sum in parts has at least: adding parts takes two more kernels. Not measured
+
+
 def bias_parts(summed: int, tensors: int, num_q: int, num_k: int, sm_count: int) -> int:
     """In how many parts the sum over `summed` heads for a broadcast bias is divided, to occupy the GPU.
 
     tensors: the number of (Lq, Lk) matrices of the bias.
     """
     tiles = tensors * -(-num_q // (2 * BLOCK)) * -(-num_k // BLOCK)
-    return max(1, min(summed, 2 * sm_count // tiles))
+    return 1 if summed < MIN_DIVIDED else max(1, min(summed, 2 * sm_count // tiles))

@@ -12,6 +12,7 @@ from torch import Tensor
 from quackish.device.kernel_device import report_portable, require_device, why_unsupported
 from quackish.device.modes import check_memory
 from quackish.ops.attention import kernel_steps, reference
+from quackish.ops.attention.mask_plan import plan_bytes, unknown_plan
 from quackish.ops.attention.problems import FORWARD_SPEC, WHO
 from quackish.ops.attention.reference import Inputs, Options, strides_like
 from quackish.ops.operator import Operator
@@ -39,7 +40,7 @@ def _forward(inputs: Inputs, options: Options, backend: str) -> tuple[Tensor, Te
     check_memory(WHO, query=inputs.q, key=inputs.k, value=inputs.v, attn_bias=inputs.bias, attn_mask=inputs.mask)
     steps = _steps_for(inputs, backend)
     if not isinstance(steps, kernel_steps.AttentionSteps):
-        return *steps.forward(inputs, options), kernel_steps.unknown_plan(inputs)
+        return *steps.forward(inputs, options), unknown_plan(inputs)
     plan = steps.plan(inputs, options)
     return *steps.forward(inputs, options, plan), plan
 
@@ -80,7 +81,7 @@ def _fake_forward(*args):
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     plan = None
     if mask is not None:
-        plan = q.new_empty(kernel_steps.plan_bytes(mask.shape, q.shape[2], k.shape[2]), dtype=torch.uint8)
+        plan = q.new_empty(plan_bytes(mask.shape, q.shape[2], k.shape[2]), dtype=torch.uint8)
     return out, *(q.new_empty(q.shape[:3], dtype=wide) for _ in range(2)), plan
 
 

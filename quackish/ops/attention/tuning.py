@@ -16,6 +16,7 @@ from quackish.gpu import Gpu
 from quackish.ops.attention.arguments import Strided
 from quackish.ops.attention.config import REGISTERS, AttentionConfig
 from quackish.ops.attention.kernel_steps import AttentionSteps
+from quackish.ops.attention.prepared import Kernel
 from quackish.ops.attention.reference import Inputs, Options
 from quackish.ops.attention.score_problems import AttentionProblem, AttentionProductProblem
 
@@ -81,10 +82,10 @@ class _Recorder(AttentionSteps):
 
         self.empty = empty
 
-    def _launch(self, problem: Any, args: Any) -> None:
-        super()._launch(problem, args)
-        self.problems.append(problem)
-        if problem == self.wanted:
+    def _launch(self, kernel: Kernel, args: Any) -> None:
+        super()._launch(kernel, args)
+        self.problems.append(kernel.problem)
+        if kernel.problem == self.wanted:
             self.args = args
 
     def memory_at(self, address: Any) -> Tensor | None:

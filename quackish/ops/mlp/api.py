@@ -5,7 +5,7 @@ from torch import Tensor
 
 from quackish.device.kernel_device import refuse_portable
 from quackish.device.modes import is_compiling
-from quackish.ops.mlp.checks import Inputs, check_buffers, check_mlp, check_mm
+from quackish.ops.mlp.checks import Inputs, check_buffers, check_mm, checked_dtype
 from quackish.ops.mlp.operators import Dtypes, dense_forward, group_sums, grouped_forward, rows
 from quackish.ops.operator import refuse_transforms
 from quackish.types import Activation, Backend
@@ -63,7 +63,7 @@ def grouped_mlp(
         RuntimeError: backward with create_graph=True.
     """
     inputs = Inputs(x, w1, w3, b1, w2, b2, scales, offs, None, grad_w1_out, grad_w3_out, grad_w2_out)
-    dtype = check_mlp("grouped_mlp", inputs, activation, recompute, backend)
+    dtype = checked_dtype(inputs, "grouped_mlp", activation, recompute, backend)
     refuse_transforms("grouped_mlp")
     if not is_compiling():
         check_buffers("grouped_mlp", inputs)
@@ -71,10 +71,12 @@ def grouped_mlp(
 
 
 def run_mlp(inputs: Inputs, dtype: torch.dtype, activation: Activation, recompute: bool, backend: Backend) -> Tensor:
-    """grouped_mlp of checked arguments, or mlp if offs is None. dtype: that of `check_mlp`."""
+    """grouped_mlp of checked arguments, or mlp if offs is None. dtype: that of `checked_dtype`."""
     enabled = torch.is_grad_enabled()
     needed = Dtypes(*[t.dtype if enabled and t is not None and t.requires_grad else None for t in inputs.leaves()])
-    inputs = inputs._replace(**{name: _to(getattr(inputs, name), dtype) for name in ("x", "w1", "w3", "w2")})
+    x, w1, w3, w2 = inputs.x, inputs.w1, inputs.w3, inputs.w2
+    if any(t is not None and t.dtype is not dtype for t in (x, w1, w3, w2)):
+        inputs = inputs._replace(x=_to(x, dtype), w1=_to(w1, dtype), w3=_to(w3, dtype), w2=_to(w2, dtype))
     forward = dense_forward if inputs.offs is None else grouped_forward
     return forward.apply(*inputs, activation, needed.need_preactivation() and not recompute, backend)[0]
 

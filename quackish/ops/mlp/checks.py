@@ -10,6 +10,7 @@ from quackish.errors import check_bool
 from quackish.ops.mlp.reference import ACTIVATIONS, GATED
 from quackish.ops.shared import buffers
 from quackish.ops.shared.arguments import check_backend, check_tensor, choices, shown
+from quackish.ops.shared.signatures import PerSignature
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -38,7 +39,7 @@ class Inputs(NamedTuple):
 _NUM_LEAVES = Inputs._fields.index("offs")
 
 
-def check_mlp(who: str, inputs: Inputs, activation: Any, recompute: Any, backend: Any) -> torch.dtype:
+def check_mlp(inputs: Inputs, who: str, activation: Any, recompute: Any, backend: Any) -> torch.dtype:
     """Checks the arguments of grouped_mlp and those that mlp and moe_mlp share. Returns the dtype to round to.
 
     who: the function that the user called. For "mlp" and "moe_mlp", x is (..., H), and offs and scales are None.
@@ -89,6 +90,9 @@ def check_mlp(who: str, inputs: Inputs, activation: Any, recompute: Any, backend
     if inputs.residual is not None and inputs.residual.dtype != dtype:
         raise TypeError(f"{who}: residual is {inputs.residual.dtype}; expected {dtype}, as the result is")
     return dtype
+
+
+checked_dtype = PerSignature(check_mlp)
 
 
 def check_biases(inputs: Inputs, b1: Tensor | None, b3: Tensor | None) -> None:

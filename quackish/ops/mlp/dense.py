@@ -5,7 +5,7 @@ from torch import Tensor
 
 from quackish.device.modes import is_compiling
 from quackish.ops.mlp.api import run_mlp
-from quackish.ops.mlp.checks import Inputs, check_biases, check_buffers, check_mlp
+from quackish.ops.mlp.checks import Inputs, check_biases, check_buffers, checked_dtype
 from quackish.ops.operator import refuse_transforms
 from quackish.types import Activation, Backend
 
@@ -63,12 +63,14 @@ def mlp(
         RuntimeError: backward with create_graph=True.
     """
     inputs = Inputs(x, w1, w3, None, w2, b2, None, None, residual, grad_w1_out, grad_w3_out, grad_w2_out)
-    dtype = check_mlp("mlp", inputs, activation, recompute, backend)
-    check_biases(inputs, b1, b3)
+    dtype = checked_dtype(inputs, "mlp", activation, recompute, backend)
+    if b1 is not None or b3 is not None:
+        check_biases(inputs, b1, b3)
     refuse_transforms("mlp")
     if not is_compiling():
         check_buffers("mlp", inputs)
-    return run_mlp(as_rows(inputs, b1, b3), dtype, activation, recompute, backend).view(x.shape)
+    y = run_mlp(as_rows(inputs, b1, b3), dtype, activation, recompute, backend)
+    return y if x.dim() == 2 else y.view(x.shape)
 
 
 def as_rows(inputs: Inputs, b1: Tensor | None, b3: Tensor | None) -> Inputs:
@@ -77,5 +79,7 @@ def as_rows(inputs: Inputs, b1: Tensor | None, b3: Tensor | None) -> Inputs:
     if w3 is not None and (b1 is not None or b3 is not None):
         b1, b3 = (w3.new_zeros(w3.shape[0]) if b is None else b for b in (b1, b3))
         b1 = torch.cat([b1, b3])
-    rows = x.reshape(-1, x.shape[-1])
-    return inputs._replace(x=rows, b1=b1, residual=None if residual is None else residual.reshape(rows.shape))
+    if x.dim() != 2:
+        x = x.reshape(-1, x.shape[-1])
+        residual = None if residual is None else residual.reshape(x.shape)
+    return inputs._replace(x=x, b1=b1, residual=residual)

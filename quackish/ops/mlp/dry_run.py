@@ -15,7 +15,7 @@ def dry_run(op: Operation, args: Args, gpu: Gpu, passes: tuple[str, ...]) -> Dry
     """Eager mode."""
     inputs = checks.Inputs(*map(args.get, checks.Inputs._fields))
     activation, recompute = args.get("activation", "swiglu"), args.get("recompute", False)
-    checks.check_mlp(op.name, inputs, activation, recompute, "cute")
+    checks.check_mlp(inputs, op.name, activation, recompute, "cute")
     if op.name == "mlp":
         inputs = dense.as_rows(inputs, args.get("b1"), args.get("b3"))
     *groups, _, i = inputs.w2.shape
@@ -25,9 +25,8 @@ def dry_run(op: Operation, args: Args, gpu: Gpu, passes: tuple[str, ...]) -> Dry
     inputs = checks.Inputs(*[None if t is None else t.detach() for t in inputs])
     recorder = Recorder()
     recorder.ignore(*inputs, dy)
-    steps = kernel_steps.steps_of(KernelDevice(gpu, recorder.kernel_for, empty_on(META)), dense=not groups)
+    steps = kernel_steps.steps_of(KernelDevice(gpu, recorder.kernel_for, empty_on(META)))
     with recorder:
-        inputs = inputs if groups else operators.one_group(inputs, steps)
         y, preactivation = operators.forward(steps, inputs, activation, grad and not recompute)
         if grad:
             recorder.phase = "backward"

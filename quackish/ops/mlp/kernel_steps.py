@@ -42,6 +42,7 @@ from quackish.ops.shared.launches import launches_of
 
 # The same object every time: making one takes longer than looking it up.
 _up, _down, _down_backward, _store = map(functools.cache, (Up, Down, DownBackward, Store))
+_gemm_args = by_name(GroupedGemmArgs)
 
 
 def why_unsupported(who: str, x: Tensor, columns: int = 0, groups: int = 0) -> str:
@@ -67,11 +68,12 @@ class KernelSteps:
         self.device, self.stream, self.empty, self.matrix = device, device.stream, device.empty, device.matrix
         self._kernel = functools.lru_cache(maxsize=1024)(self._find_kernel)
         self._token_rows_kernel = functools.cache(self._find_token_rows)
+        self._dw = launches_of(device).dw
 
     def up(self, x, w1, w3, b1, scales, offs, activation, keep_preactivation):
         rows, h = x.shape
         gated = activation in GATED
-        i = w1.shape[1] // 2 if gated and w3 is None else w1.shape[1]
+        i = w1.shape[-2] // 2 if gated and w3 is None else w1.shape[-2]
         act = self.matrix(rows, i, x.dtype)
         preactivation = self.matrix(rows, 2 * i if gated else i, x.dtype) if keep_preactivation else None
         bias, scales = _fp32(b1), _fp32(scales)
@@ -82,7 +84,7 @@ class KernelSteps:
         return preactivation, act
 
     def down(self, act, w2, b2, offs, residual=None):
-        _, n, k = w2.shape
+        *_, n, k = w2.shape
         y, bias = self.matrix(act.shape[0], n, act.dtype), _fp32(b2)
         residual = None if residual is None else _aligned(residual)
         epilogue = _down(biased=b2 is not None, residual=residual is not None)
@@ -93,7 +95,7 @@ class KernelSteps:
         if not (needs.dpreactivation or needs.dscales):  # w2's gradient needs only act, without a matrix product
             return reference.down_backward(dy, w2, preactivation, scales, offs, activation, needs)
         rows = dy.shape[0]
-        _, h, i = w2.shape
+        *_, h, i = w2.shape
         z = _aligned(preactivation)
         dz = z if overwrite else self.matrix(*z.shape, z.dtype)  # a tile reads its part of z before it stores dz there
         act = self.matrix(rows, i, dy.dtype)
@@ -107,21 +109,25 @@ class KernelSteps:
         return dz, act, parts.sum(0).to(scales.dtype) if needs.dscales else None
 
     def rows_gradient(self, dpreactivation, w1, w3, offs):
-        _, k, n = w1.shape
+        *_, k, n = w1.shape
         dx = self.matrix(dpreactivation.shape[0], n, dpreactivation.dtype)
         self._rows(_down(), dpreactivation, w1, w3, dx, offs, DownArgs(), n, k, transposed=True)
         return dx
 
     def weight_gradient(self, a, b, offs, dtype, out=None):
         a, b = _aligned(a), _aligned(b)
-        m, n, groups = a.shape[1], b.shape[1], offs.shape[0]
+        (rows, m), n = a.shape, b.shape[1]
         if out is None:
-            d = self.empty((groups, m, n), (m * n, n, 1), dtype)
+            d = self._weight(offs, m, n, dtype)
         elif out.dtype is torch.float32 and out.is_contiguous() and out.data_ptr() % 16 == 0:
             d = out
         else:
-            d = self.empty((groups, m, n), (m * n, n, 1), torch.float32).copy_(out)
-        self._sum_products(a, b, d, offs, out is not None)
+            d = self._weight(offs, m, n, torch.float32).copy_(out)
+        if offs is None:  # a plain matrix product, with a split tail
+            self._dw(a, b, d, accumulate=out is not None)
+        else:
+            ld = a.stride(0) if rows > 1 else m  # a single row may have any stride
+            self._launch(_store(accumulate=out is not None), a, b, None, d, offs, None, rows, n, m=m, a_stride=ld)
         if out is None:
             return d
         if d is out:
@@ -132,7 +138,7 @@ class KernelSteps:
 
     def bias_gradient(self, a, offs, dtype):
         ones = a.new_ones((a.shape[0], 8))  # kernels need at least 8 columns
-        return self.weight_gradient(a, ones, offs, torch.float32)[:, :, 0].contiguous().to(dtype)
+        return self.weight_gradient(a, ones, offs, torch.float32)[..., 0].contiguous().to(dtype)
 
     def copy_rows(self, x, rows):
         return self._token_rows("copy", x, rows, rows.numel())
@@ -140,62 +146,54 @@ class KernelSteps:
     def sum_rows(self, x, rows):
         return self._token_rows("sum", x, rows, rows.shape[0])
 
-    # Launches
+    # Memory and launches
 
-    def _sum_products(self, a: Tensor, b: Tensor, d: Tensor, offs: Tensor, accumulate: bool) -> None:
-        """d (groups, m, n) = (+= with `accumulate`) a[g].T @ b[g] of a (R, m), b (R, n)."""
-        (rows, m), n = a.shape, b.shape[1]
-        ld = a.stride(0) if rows > 1 else m  # a single row may have any stride
-        sizes = dict(a_stride=ld, rows=rows, m=m, n=n, k=None)
-        self._launch(_store(accumulate=accumulate), a, b, None, d, offs, None, sizes, (m, n, None))
+    def _weight(self, offs: Tensor | None, m: int, n: int, dtype: torch.dtype) -> Tensor:
+        """A weight's gradient: (groups, m, n), or (m, n) without offs."""
+        return self.matrix(m, n, dtype) if offs is None else self.empty((len(offs), m, n), (m * n, n, 1), dtype)
 
     def _rows(
-        self, epilogue: GroupedEpilogueSpec, a: Tensor, w: Tensor, second: Tensor | None, d: Tensor, offs: Tensor,
-        args: tuple, n: int, k: int, transposed: bool = False,
+        self, epilogue: GroupedEpilogueSpec, a: Tensor, w: Tensor, second: Tensor | None, d: Tensor,
+        offs: Tensor | None, args: tuple, n: int, k: int, transposed: bool = False,
     ) -> None:  # fmt: skip
         """d = a @ w[g].T for a (R, k) and w (groups, n, k), or a @ w[g] for a `transposed` w (groups, k, n).
 
-        If w is in two tensors, `second` is its other half: along n for Up, along k for Down.
+        Without offs, w has no dimension of groups. If w is in two tensors, `second` is its other half: along n for Up,
+        along k for Down.
         """
-        if not w.is_contiguous() and w.transpose(1, 2).is_contiguous():
-            w, transposed = w.transpose(1, 2), not transposed
-            second = None if second is None else second.transpose(1, 2)
-        a, w, total_k = _aligned(a), _aligned(w.contiguous()), k
-        if second is not None:
-            second, total_k = _aligned(second.contiguous()), k if epilogue.has_pairs else 2 * k
-        sizes = dict(a_stride=None, rows=a.shape[0], m=None, n=n, k=k)
-        shape, b_major = (None, n, total_k), "n" if transposed else "k"
-        self._launch(epilogue, a, w, second, d, offs, args, sizes, shape, b_major)
+        if not w.is_contiguous() and w.mT.is_contiguous():
+            w, transposed = w.mT, not transposed
+            second = None if second is None else second.mT
+        a, w = _aligned(a), _aligned(w.contiguous())
+        second = None if second is None else _aligned(second.contiguous())
+        self._launch(epilogue, a, w, second, d, offs, args, a.shape[0], n, k=k, b_major="n" if transposed else "k")
 
     def _launch(
-        self, epilogue: GroupedEpilogueSpec, a: Tensor, b: Tensor, second: Tensor | None, d: Tensor, offs: Tensor,
-        args: tuple | None, sizes: dict[str, int | None], shape: tuple, b_major: str = "k",
+        self, epilogue: GroupedEpilogueSpec, a: Tensor, b: Tensor, second: Tensor | None, d: Tensor,
+        offs: Tensor | None, args: tuple | None, rows: int, n: int, m: int | None = None, k: int | None = None,
+        a_stride: int | None = None, b_major: str = "k",
     ) -> None:  # fmt: skip
-        """sizes: fields of `GroupedGemmArgs`.
-
-        shape: (m, n, k) of the product, with None for the dimension that groups divide. n counts gate and up
-        separately; k counts both halves.
-        """
-        few_rows = sizes["rows"] <= 128 * offs.shape[0]
+        """From `rows` on, the arguments are fields of `GroupedGemmArgs`, and b_major one of the problem."""
+        groups = None if offs is None else len(offs)
+        few_rows = rows <= 128 * (groups or 1)
         launch, clusters = self._kernel(
-            choose.epoch, epilogue, a.dtype, offs.shape[0], d.dtype, b_major, second is not None, shape, few_rows
+            choose.epoch, epilogue, a.dtype, groups, d.dtype, b_major, second is not None, few_rows, n, m, k
         )
-        arguments = by_name(GroupedGemmArgs)(
-            a=a.data_ptr(), b=b.data_ptr(), second=address(second), d=d.data_ptr(), offs=offs.data_ptr(), epilogue=args,
-            groups=offs.shape[0], max_clusters=clusters, **sizes,
+        arguments = _gemm_args(
+            a=a.data_ptr(), b=b.data_ptr(), second=address(second), d=d.data_ptr(), offs=address(offs), epilogue=args,
+            a_stride=a_stride, rows=rows, m=m, n=n, k=k, groups=groups or 1, max_clusters=clusters,
         )  # fmt: skip
         launch(arguments, self.stream())
 
     def _find_kernel(
-        self, epoch: int, epilogue: GroupedEpilogueSpec, dtype: torch.dtype, groups: int, out_dtype: torch.dtype,
-        b_major: str, b_in_two: bool, shape: tuple[int | None, int, int | None], few_rows: bool,
+        self, epoch: int, epilogue: GroupedEpilogueSpec, dtype: torch.dtype, groups: int | None, out_dtype: torch.dtype,
+        b_major: str, b_in_two: bool, few_rows: bool, n: int, m: int | None, k: int | None,
     ) -> tuple[Callable, int]:  # fmt: skip
         """(launch, the number of clusters)"""
         names, gpu = (cuda.name_of(dtype), cuda.name_of(out_dtype)), self.device.gpu
         problem = MlpGemmProblem(epilogue, names[0], max_groups_for(groups), names[1], b_major, b_in_two)
-        m, n, k = shape
         columns = 2 * n if epilogue.has_pairs else n
-        tile = cluster_tile_for(problem, gpu, m, columns, k, few_rows)
+        tile = cluster_tile_for(problem, gpu, m, columns, k and k * problem.k_parts, few_rows)
         problem = dataclasses.replace(problem, cluster_tile=tile)
         kernel = self.device.kernel_for(problem, gpu)
         return kernel.launch, kernel.config.max_clusters(gpu.sm_count)
@@ -212,20 +210,9 @@ class KernelSteps:
         return self.device.kernel_for(TokenRowsProblem(op, n, cuda.name_of(dtype)), self.device.gpu).launch
 
 
-class DenseSteps(KernelSteps):
-    """The steps for one group of all rows. Its weights' gradients are plain matrix products, with split tails."""
-
-    def __init__(self, device: KernelDevice):
-        super().__init__(device)
-        self._dw = launches_of(device).dw
-
-    def _sum_products(self, a: Tensor, b: Tensor, d: Tensor, offs: Tensor, accumulate: bool) -> None:
-        self._dw(a, b, d[0], accumulate=accumulate)
-
-
-def steps_of(device: KernelDevice, dense: bool = False) -> KernelSteps:
-    """The steps that the calls on a device share. dense: see DenseSteps."""
-    return once(device.cache, "mlp" if dense else "grouped_mlp", DenseSteps if dense else KernelSteps, device)
+def steps_of(device: KernelDevice) -> KernelSteps:
+    """The steps that the calls on a device share."""
+    return once(device.cache, "grouped_mlp", KernelSteps, device)
 
 
 # Operands -------------------------------------------------------------------------------------------------------------

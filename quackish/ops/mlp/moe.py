@@ -14,7 +14,7 @@ from quackish.device.kernel_device import (
 from quackish.device.modes import are_plain, check_memory, is_compiling, is_plain
 from quackish.ops.mlp import kernel_steps
 from quackish.ops.mlp.api import run_mlp
-from quackish.ops.mlp.checks import Inputs, check_buffers, check_choice, check_mlp
+from quackish.ops.mlp.checks import Inputs, check_buffers, check_choice, checked_dtype
 from quackish.ops.mlp.problems import TOKEN_ROWS_SPEC
 from quackish.ops.operator import Operator, refuse_second_derivatives, refuse_transforms
 from quackish.types import Activation, Backend
@@ -56,7 +56,7 @@ def moe_mlp(
     """
     check_choice(x, top_k_index, top_k_weights, w2)
     inputs = Inputs(x, w1, w3, b1, w2, b2, None, None, None, grad_w1_out, grad_w3_out, grad_w2_out)
-    dtype = check_mlp("moe_mlp", inputs, activation, recompute, backend)
+    dtype = checked_dtype(inputs, "moe_mlp", activation, recompute, backend)
     refuse_transforms("moe_mlp")
     if not is_compiling():
         check_buffers("moe_mlp", inputs)

@@ -2,16 +2,19 @@
 
 They and their gradients are written once, in terms of steps: the functions of reference.py, or kernels with the same
 names and arguments (`kernel_steps.py`). Steps get weights and gradient buffers with any strides, and all other tensors
-contiguous. One exception: with w3, the weight gradients of w1 and w3 get half of dz's columns each.
+contiguous. One exception: with w3, the weight gradients of w1 and w3 get half of dz's columns each. For mlp they get no
+offs, and weights and biases without the dimension E.
 """
 
 import functools
+from collections.abc import Sequence
 from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from quackish.device import cuda
 from quackish.device.kernel_device import report_portable, require_device, why_unsupported
 from quackish.device.modes import check_memory
 from quackish.ops.mlp import kernel_steps, reference
@@ -32,16 +35,16 @@ class Dtypes(NamedTuple):
     scales: torch.dtype | None
 
     def need_preactivation(self) -> bool:
-        return any(self._replace(b2=None))  # b2's gradient is the sum of dy
+        return any((self.x, self.w1, self.w3, self.b1, self.w2, self.scales))  # b2's gradient is the sum of dy
 
 
 Steps = ModuleType | kernel_steps.KernelSteps  # `reference` or kernels
 
 
-def steps_for(who: str, x: Tensor, columns: int, groups: int, backend: str, dense: bool = False) -> Steps:
+def steps_for(who: str, x: Tensor, columns: int, groups: int, backend: str) -> Steps:
     """The steps that run: kernels or the portable path, which on a GPU warns once per reason.
 
-    columns: the weights' other dimension besides x's columns. Kernels need multiples of 8 in both. dense: without offs.
+    columns: the weights' other dimension besides x's columns. Kernels need multiples of 8 in both.
     """
     if backend == "reference" or x.numel() == 0:
         return reference
@@ -50,7 +53,7 @@ def steps_for(who: str, x: Tensor, columns: int, groups: int, backend: str, dens
     if why_portable:
         report_portable(why_portable, x.device, backend)
         return reference
-    return kernel_steps.steps_of(require_device(who, x.device), dense)
+    return kernel_steps.steps_of(require_device(who, x.device))
 
 
 def _checked_steps(who: str, x: Tensor, columns: int, offs: Tensor, backend: str) -> Steps:
@@ -112,23 +115,14 @@ _OUTS = "Tensor? grad_w1_out, Tensor? grad_w3_out, Tensor? grad_w2_out"
 _DTYPES = ", ".join(f"ScalarType? {name}_dtype" for name in Dtypes._fields)
 _NUM_INPUTS = len(Inputs._fields)
 _NUM_SAVED = Inputs._fields.index("residual")  # the inputs that backward reads
-
-
-def one_group(inputs: Inputs, steps: Steps) -> Inputs:
-    """Converts inputs of mlp to those of grouped_mlp with one group, for which the reference takes no offs."""
-    x, weights = inputs.x, ("w1", "w3", "b1", "w2", "b2", "grad_w1_out", "grad_w3_out", "grad_w2_out")
-    one = {name: t.unsqueeze(0) for name in weights if (t := getattr(inputs, name)) is not None}
-    if steps is not reference:
-        one["offs"] = x.new_full((1,), x.shape[0], dtype=torch.int32)
-    return inputs._replace(**one)
+_WEIGHTS = [Dtypes._fields.index(name) for name in ("w1", "w3", "w2")]  # in the order of their buffers
 
 
 def _for_steps(who: str, inputs: Inputs, backend: str) -> tuple[Steps, Inputs]:
-    """The steps, and the inputs of grouped_mlp for them: all but the weights and their buffers contiguous."""
+    """The steps, and the inputs for them: all but the weights and their buffers contiguous."""
     check_memory(who, x=inputs.x, w1=inputs.w1, w3=inputs.w3, w2=inputs.w2)
     if inputs.offs is None:
-        steps = steps_for(who, inputs.x, inputs.w2.shape[-1], 1, backend, dense=True)
-        inputs = one_group(inputs, steps)
+        steps = steps_for(who, inputs.x, inputs.w2.shape[-1], 1, backend)
     else:
         steps = _checked_steps(who, inputs.x, inputs.w2.shape[-1], inputs.offs, backend)
     x, w1, w3, b1, w2, b2, scales, offs, residual, *outs = inputs
@@ -144,9 +138,7 @@ def _run_forward(who, *args):
     return forward(steps, inputs, activation, keep_preactivation)
 
 
-def _run_backward(
-    who, dy, preactivation, *args, outs: tuple[Tensor | None, ...] = (None,) * 3, overwrite: bool = False
-):
+def _run_backward(who, dy, preactivation, *args, outs: Sequence[Tensor | None] = (None,) * 3, overwrite: bool = False):
     """outs: the buffers, to which steps add the weights' gradients. overwrite: as in `gradients`.
 
     The operator has neither, because it is functional.
@@ -156,10 +148,7 @@ def _run_backward(
     steps, for_steps = _for_steps(who, inputs, backend)
     if preactivation is not None:  # a hook on saved tensors may return other strides
         preactivation = preactivation.contiguous()
-    grads = gradients(steps, dy.contiguous(), for_steps, preactivation, activation, Dtypes(*dtypes), overwrite)
-    if inputs.offs is None:  # without the dimension of groups
-        grads = [grads[0], *(None if grad is None else grad.squeeze(0) for grad in grads[1:])]
-    return tuple(grads)
+    return tuple(gradients(steps, dy.contiguous(), for_steps, preactivation, activation, Dtypes(*dtypes), overwrite))
 
 
 def _fake_forward(*args):
@@ -176,9 +165,8 @@ def _fake_backward(dy, preactivation, *args):
 
 
 def _setup(ctx, args, output):
-    inputs = Inputs(*args[:_NUM_INPUTS])
-    ctx.outs = dict(w1=inputs.grad_w1_out, w3=inputs.grad_w3_out, w2=inputs.grad_w2_out)  # not saved: backward writes
-    ctx.activation, _, ctx.backend = args[_NUM_INPUTS:]
+    *inputs, ctx.activation, _, ctx.backend = args
+    ctx.outs = inputs[_NUM_SAVED + 1 :]  # not saved: backward writes
     ctx.is_overwritten = False
     ctx.save_for_backward(*inputs[:_NUM_SAVED], output[1])
 
@@ -188,20 +176,21 @@ def _gradients(backward, ctx, dy):
     if ctx.is_overwritten:  # by a backward that raised: autograd may run it again
         preactivation = None
     # a CUDA graph of backward alone may be replayed twice
-    is_captured = dy.is_cuda and torch.cuda.is_current_stream_capturing()
+    is_captured = dy.is_cuda and cuda.is_capturing()
     ctx.is_overwritten = overwrite = not (is_captured or is_graph_kept())
-    needs = zip(Dtypes._fields, tensors, ctx.needs_input_grad, strict=False)
-    dtypes = {name: t.dtype if need and t is not None else None for name, t, need in needs}
-    outs = {name: None if dtypes[name] is None else out for name, out in ctx.outs.items()}
-    dtypes |= {name: out.dtype for name, out in outs.items() if out is not None}
-    options = ctx.activation, *dtypes.values(), ctx.backend
-    more = dict(outs=tuple(outs.values()), overwrite=overwrite)
-    grads = Dtypes(*backward.direct(dy, preactivation, *tensors, *options, **more))
-    for name, out in outs.items():
-        if out is not None and (grad := getattr(grads, name)) is not None:  # the operator ran
-            out.add_(grad)
-    grads = grads._replace(**dict.fromkeys(name for name, out in outs.items() if out is not None))
-    return *grads, None, dy if ctx.needs_input_grad[_NUM_SAVED] else None  # offs, residual
+    needs, leaves = ctx.needs_input_grad, tensors[: len(Dtypes._fields)]
+    dtypes = [t.dtype if need and t is not None else None for t, need in zip(leaves, needs, strict=False)]
+    outs = [out if needs[i] else None for i, out in zip(_WEIGHTS, ctx.outs, strict=True)]
+    added = [(i, out) for i, out in zip(_WEIGHTS, outs, strict=True) if out is not None]
+    for i, out in added:
+        dtypes[i] = out.dtype
+    options = ctx.activation, *dtypes, ctx.backend
+    grads = [*backward.direct(dy, preactivation, *tensors, *options, outs=outs, overwrite=overwrite)]
+    for i, out in added:
+        if grads[i] is not None:  # the operator ran
+            out.add_(grads[i])
+            grads[i] = None
+    return *grads, None, dy if needs[_NUM_SAVED] else None  # offs, residual
 
 
 def _forward_flops(x, w1, w3, b1, w2, *_, out_shape=None):

@@ -1,7 +1,7 @@
 """The MLP of a mixture of experts in plain PyTorch: the specification, and the portable path.
 
-Rows are sorted by group (expert): group g is rows offs[g - 1] to offs[g]. Without offs, all rows are in one group.
-For a row of group g, with scales s:
+Rows are sorted by group (expert): group g is rows offs[g - 1] to offs[g]. Without offs, all rows are in one group, and
+weights and biases have no dimension E. For a row of group g, with scales s:
 
     z   = x @ w1[g].T + b1[g]             [gate, up] of a gated activation; with w3: [x @ w1[g].T, x @ w3[g].T] + b1[g]
     act = s * f(z)                        f(z) = value(gate) * factor(up), or value(z)
@@ -114,7 +114,7 @@ def down_backward(
     if needs.act:
         act = groups.defined(f if s is None else f * s).to(preactivation.dtype)
     if needs.dpreactivation or needs.dscales:
-        dact = groups.rows_times(dy, w2.transpose(1, 2))
+        dact = groups.rows_times(dy, w2.mT)
         if needs.dscales:
             dscales = groups.defined((dact * f).sum(1)).to(scales.dtype)
         if needs.dpreactivation:
@@ -132,10 +132,10 @@ def rows_gradient(
     """dx (R, H) in dpreactivation's dtype."""
     groups = groups_of(offs, dpreactivation.shape[0])
     if w3 is None:
-        dx = groups.rows_times(dpreactivation, w1.transpose(1, 2))
+        dx = groups.rows_times(dpreactivation, w1.mT)
     else:
         dgate, dup = dpreactivation.chunk(2, 1)
-        dx = groups.rows_times(dgate, w1.transpose(1, 2)) + groups.rows_times(dup, w3.transpose(1, 2))
+        dx = groups.rows_times(dgate, w1.mT) + groups.rows_times(dup, w3.mT)
     return groups.defined(dx).to(dpreactivation.dtype)
 
 
@@ -161,7 +161,7 @@ def weight_gradient(
 def bias_gradient(a: Tensor, offs: Tensor | None, dtype: torch.dtype) -> Tensor:  # a: (R, n)
     """Sum of a over each group's rows, (E, n) in `dtype`."""
     ones = a.new_ones((a.shape[0], 1))
-    return groups_of(offs, a.shape[0]).sum_of_products(a, ones).squeeze(2).to(dtype)
+    return groups_of(offs, a.shape[0]).sum_of_products(a, ones).squeeze(-1).to(dtype)
 
 
 # Activations ----------------------------------------------------------------------------------------------------------
@@ -317,15 +317,15 @@ class OneGroup:
 
     def rows_times(self, a: Tensor, w: Tensor) -> Tensor:
         dtype = operand_dtype(a.dtype, a.device.type)
-        out = a.new_empty((a.shape[0], w.shape[1]), dtype=accumulate_dtype(a.dtype))
-        mm(a.to(dtype), w[0].to(dtype).t(), out)
+        out = a.new_empty((a.shape[0], w.shape[0]), dtype=accumulate_dtype(a.dtype))
+        mm(a.to(dtype), w.to(dtype).t(), out)
         return out
 
     def sum_of_products(self, a: Tensor, b: Tensor) -> Tensor:
         dtype = operand_dtype(a.dtype, a.device.type)
         out = a.new_empty((a.shape[1], b.shape[1]), dtype=accumulate_dtype(a.dtype))
         mm(a.to(dtype).t(), b.to(dtype), out)
-        return out[None]
+        return out
 
     def add(self, total: Tensor, out: Tensor) -> None:
         out.copy_(out + total)

@@ -49,7 +49,7 @@ def _data(p: MlpGemmProblem, sizes: Mapping[str, int], device: torch.device) -> 
         second = normal(device, p.dtype, groups, n, k).mul_(k**-0.5) if p.b_in_two else None
         d_shape = rows, width if is_backward else n
     d = torch.zeros(d_shape, dtype=dtype_of(p.out_dtype), device=device)
-    offs = (torch.arange(1, groups + 1, device=device) * rows // groups).int()
+    offs = (torch.arange(1, groups + 1, device=device) * rows // groups).int() if p.max_groups > 1 else None
     makers = {
         "preactivation": lambda: normal(device, p.dtype, rows, width),
         "bias": lambda: torch.randn(groups, width if is_up else n, device=device),
