@@ -15,8 +15,8 @@ def device(monkeypatch):
     class Device:
         stream, capturing = 1, False
 
-        def take(self, index, scratch_floats):
-            return workspace.take(index, self.stream, scratch_floats)
+        def take(self, index, scratch_floats, *num_tickets):
+            return workspace.take(index, self.stream, scratch_floats, *num_tickets)
 
         def new_reserve(self, index):
             assert not self.capturing
@@ -46,8 +46,9 @@ def device(monkeypatch):
 
 def test_each_stream_has_its_own_workspace(device):
     first = device.take(0, 100)
-    assert first[2][:32].tolist() == [0] * 32
-    assert first[:2] == (first[2].data_ptr(), first[2].data_ptr() + 128)
+    tickets = workspace.MAX_TICKETS
+    assert first[2][:tickets].tolist() == [0] * tickets
+    assert first[:2] == (first[2].data_ptr(), first[2].data_ptr() + 4 * tickets)
     assert device.take(0, 100)[:2] == device.take(0, 1)[:2] == first[:2]
     device.stream = 2
     second = device.take(0, 100)
@@ -60,7 +61,7 @@ def test_each_stream_has_its_own_workspace(device):
 
 def test_scratch_grows_and_stays_alive_until_the_launch(device):
     taken = [device.take(0, floats) for floats in (65, 128, 129, 300, 70, 512)]
-    assert [len(t[2]) - 32 for t in taken] == [128, 128, 256, 512, 512, 512]
+    assert [len(t[2]) - workspace.MAX_TICKETS for t in taken] == [128, 128, 256, 512, 512, 512]
     assert len({t[0] for t in taken}) == 3  # earlier ones stay alive until their launch
     assert all(t[2].data_ptr() == t[0] for t in taken)
 
@@ -81,6 +82,9 @@ def test_captured_launch_has_its_own_tickets_and_scratch(device):
     for _, scratch, kept in taken:
         assert kept[1].data_ptr() == scratch
         assert len(kept[1]) == 100
+    many = device.take(0, 4, workspace.MAX_TICKETS)  # more than the reserve has for a launch
+    assert many[0] == many[2][0].data_ptr()
+    assert many[2][0].tolist() == [0] * workspace.MAX_TICKETS
     device.capturing = False
     assert device.take(0, 100)[:2] == eager[:2]
 
