@@ -226,8 +226,8 @@ def write(rows: Mapping[Key, dict], about: Mapping[str, str], path: Path) -> Non
     if path.with_suffix(".csv").exists():
         with path.with_suffix(".csv").open(newline="") as file:
             kept = {tuple(row[name] for name in KEY): row for row in csv.DictReader(file) if set(KEY) <= row.keys()}
-    measured = {key[0] for key in rows}
-    found = {key: row for key, row in kept.items() if key[0] not in measured} | {
+    measured = {(model, compiled) for model, _, compiled in rows}  # whose ratios are of one run
+    found = {key: row for key, row in kept.items() if (key[0], key[2]) not in measured} | {
         key: {**about, **row} for key, row in rows.items()
     }
     page = f"# Training steps on {about['gpu']}\n\n"
