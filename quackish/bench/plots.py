@@ -83,22 +83,18 @@ def against_memory(results: Results, cell: Cell, path: Path) -> list[Path]:
 
 def _draw_points(ax: Any, results: Results, cell: Cell, points: Mapping[str, Point]) -> None:
     """The points, and the limits to compare them with."""
-    (m, h, v), is_step, labels, colors = (
-        cell.shape,
-        cell.direction == "forward+backward",
-        labels_of(points),
-        colors_of(points),
-    )
+    (m, *hidden, v), labels, colors = cell.shape, labels_of(points), colors_of(points)
+    is_step = cell.direction == "forward+backward"
     for name, (ms, gb) in sorted(points.items(), key=lambda point: point[1]):
         look: dict[str, Any] = dict(marker="D", s=48) if is_ours(name) else dict(s=36)
         ax.scatter(gb, ms, color=colors[name], zorder=3, label=labels[name], **look)
     offset: dict[str, Any] = dict(textcoords="offset points", **NOTE)
     if peak := results.ms(cell, results.roof(cell)):
         ax.axhline(peak, **PEAK)
-        text = f"cuBLAS, {'the three matmuls' if is_step else 'the matmul'} alone: {_short(peak)} ms"
+        text = f"cuBLAS, {results.bench.baselines.get(results.roof(cell), 'the matmul')} alone: {_short(peak)} ms"
         ax.annotate(text, (1, peak), (-4, -3), xycoords=("axes fraction", "data"), ha="right", va="top", **offset)
     if is_step:
-        least = 2e-9 * (v + m) * h
+        least = 2e-9 * (v + m) * hidden[0]
         ax.axvline(least, **PEAK)
         text = f"the gradients alone: {_short(least)} GB"
         ax.annotate(text, (least, 0), (4, 4), xycoords=("data", "axes fraction"), va="bottom", **offset)
@@ -116,7 +112,9 @@ def _draw_points(ax: Any, results: Results, cell: Cell, points: Mapping[str, Poi
     ax.set_xlabel(f"peak memory above the inputs, GB{', gradients included' * is_step} (log scale)")
     ax.set_ylabel(f"milliseconds{', forward and backward' * is_step} (log scale)")
     ax.set_title(
-        f"{m:,} tokens, hidden size {h:,}, vocabulary {v:,}, {cell.dtype}{',' * bool(cell.kind)}{cell.kind}", loc="left"
+        f"{m:,} tokens, hidden size {' and '.join(f'{h:,}' for h in hidden)}, vocabulary {v:,}, "
+        f"{cell.dtype}{',' * bool(cell.kind)}{cell.kind}",
+        loc="left",
     )
     ax.grid(alpha=0.25, linewidth=0.5)
 

@@ -11,7 +11,7 @@ from quackish.device.choose import choose
 from quackish.errors import UnsupportedError
 from quackish.gpu import B200, H200
 from quackish.ops.rotary.problems import LAYOUTS as KNOWN
-from quackish.ops.rotary.problems import SPEC, RotaryProblem
+from quackish.ops.rotary.problems import SPEC
 from quackish.testing import assert_close_to_fp64, assert_deterministic
 from quackish.testing.errors import same_bits
 from quackish.types import RotaryLayout
@@ -59,12 +59,6 @@ def test_emulated_everywhere(name, where):
 @pytest.mark.parametrize("gpu", [H200, B200], ids=["sm_90a", "sm_100a"])
 def test_no_register_spills(problem, gpu):
     check_compiles("rotary", problem, choose(problem, gpu).config, gpu, ctas_per_sm=4)
-
-
-def test_all_heads_of_a_token_share_its_table_where_tokens_fill_the_gpu():
-    problem, sizes = RotaryProblem(128, "bfloat16", "bfloat16", 128), {1: 4, 4096: 8, 16_384: 16, 1 << 20: 40}
-    config = choose(problem, H200).config
-    assert {tokens: config.heads_per_cta(problem, tokens, 40, 132) for tokens in sizes} == sizes
 
 
 def test_nan_stays_in_its_pair_and_other_elements_keep_their_bits():

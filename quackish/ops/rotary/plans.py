@@ -74,13 +74,12 @@ def plan_for(
     try:
         if tokens * problem.threads_per_token > MAX_THREADS:
             raise no_kernel(f"{tokens} rows of {d} per head; at most {MAX_THREADS // problem.threads_per_token}")
-        launch, config = device.kernel_for(problem, device.gpu)
+        launch = device.kernel_for(problem, device.gpu).launch
     except UnsupportedError as error:
         return str(error)
     of_tensors, of_results = steps[: len(tensors)], steps[len(tensors) :]
     strides = of_tensors[0], of_tensors[-1], of_results[0], of_results[-1]  # without k, those of q
-    heads_per_cta = config.heads_per_cta(problem, tokens, q_heads + k_heads, device.gpu.sm_count)
-    return Plan(launch, results, (*strides, *table_steps, tokens, length, q_heads, k_heads, heads_per_cta))
+    return Plan(launch, results, (*strides, *table_steps, tokens, length, q_heads, k_heads))
 
 
 # Strides --------------------------------------------------------------------------------------------------------------

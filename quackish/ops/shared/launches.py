@@ -13,7 +13,7 @@ from quackish.device.kernel_device import KernelDevice
 from quackish.device.kernel_for import CompiledKernel
 from quackish.kernels.gemm.problem import NUM_TICKETS, EpilogueSpec, GemmArgs, ScaledArgs, Store, TailArgs
 from quackish.once import once
-from quackish.ops.shared.problems import ScaleArgs, ScaleProblem, StoreGemmProblem, splits_dw_tail
+from quackish.ops.shared.problems import ScaleArgs, ScaleProblem, StoreGemmProblem, is_dw_cooperative
 
 _store = functools.cache(Store)
 
@@ -53,7 +53,7 @@ class SharedLaunches:
         """
         (rows, n), h, live = e.shape, x.shape[1], None if num_live is None else "k"
         epilogue = _store(scaled=factor is not None, accumulate=accumulate)
-        tail = splits_dw_tail(n, h, self.gpu)
+        tail = is_dw_cooperative(n, h, self.gpu)
         problem = _problem(epilogue, e.dtype, out.dtype, a_major="m", b_major="n", live=live, split_k_tail=tail)
         self._multiply(problem, e, x, out, (n, h, rows), num_live, start, factor)
 

@@ -1,7 +1,7 @@
 """Rotary position embeddings: rotates the pairs of each row of q and k, and copies the elements after `rotary_dim`.
 
-A thread has the same 2 * `pairs` elements of a token's row in every head of q, then of k. It loads their cos and sin
-once and keeps them in registers. The loads of `config.batch` heads are in flight together.
+A thread has the same 2 * `pairs` elements of a token's row in `config.batch` heads, whose loads are in flight together.
+It loads their cos and sin once.
 """
 
 import cutlass
@@ -27,12 +27,20 @@ class Rotary:
     @cute.jit
     def __call__(self, args: RotaryArgs, stream: CUstream):
         tiles = cute.ceil_div(args.tokens * self.problem.threads_per_token, self.config.threads)
-        groups = cute.ceil_div(args.q_heads + args.k_heads, args.heads_per_cta)
-        self.kernel(args).launch(grid=[tiles, groups, 1], block=[self.config.threads, 1, 1], stream=stream)
+        self.kernel(args).launch(
+            grid=[tiles * self.groups(args), 1, 1], block=[self.config.threads, 1, 1], stream=stream
+        )
+
+    @cute.jit
+    def groups(self, args: RotaryArgs) -> Int32:
+        """Groups of `config.batch` heads of q, then of k."""
+        return cute.ceil_div(args.q_heads + args.k_heads, self.config.batch)
 
     @cute.kernel
     def kernel(self, args: RotaryArgs):
-        tile, group, _ = cute.arch.block_idx()
+        groups = self.groups(args)
+        cta, _, _ = cute.arch.block_idx()
+        tile, group = cta // groups, cta % groups  # neighbors have the same tokens, whose heads are close in memory
         thread = tile * self.config.threads + cute.arch.thread_idx()[0]
         threads_per_token = const_expr(self.problem.threads_per_token)
         token, part = thread // threads_per_token, thread % threads_per_token
@@ -45,8 +53,8 @@ class Rotary:
             rSin = self.load_table(start(args.sin, args.sin_strides, batch, row), part)
 
             # heads first to last, those of q before those of k
-            first = group * args.heads_per_cta
-            last = first + args.heads_per_cta
+            first = group * self.config.batch
+            last = first + self.config.batch
             begin, end = first, cutlass.min(last, args.q_heads)
             q, q_out = start(args.q, args.q_strides, batch, row), start(args.q_out, args.q_out_strides, batch, row)
             self.rotate(q, q_out, args.q_strides.head, args.q_out_strides.head, begin, end, part, rCos, rSin)
@@ -76,9 +84,9 @@ class Rotary:
         raw = cute.make_rmem_tensor((2 * self.pairs, batch), x.dtype)
         reads = self.positions(part, self.reads_adjacent)
         writes = self.positions(part, self.writes_adjacent)
-        for first in cutlass.range(begin, end, batch, unroll=1):
+        if begin < end:
             for b in cutlass.range_constexpr(batch):  # heads past the last one repeat it and store nothing
-                head = cutlass.min(first + b, end - 1)
+                head = cutlass.min(begin + b, end - 1)
                 self.load(x + Int64(head) * x_stride, *reads, self.reads_adjacent, raw[None, b])
             for b in cutlass.range_constexpr(batch):
                 if const_expr(self.copies):
@@ -86,8 +94,8 @@ class Rotary:
                         self.rotate_pairs(raw[None, b], rCos, rSin)
                 else:
                     self.rotate_pairs(raw[None, b], rCos, rSin)
-                if first + b < end:
-                    self.store(raw[None, b], out + Int64(first + b) * out_stride, *writes)
+                if begin + b < end:
+                    self.store(raw[None, b], out + Int64(begin + b) * out_stride, *writes)
 
     @cute.jit
     def rotate_pairs(self, raw: cute.Tensor, rCos: cute.Tensor, rSin: cute.Tensor):
