@@ -13,6 +13,7 @@ from quackish.emulator import deadlocks
 from quackish.emulator.barriers import ClusterBarrier
 from quackish.emulator.clocks import Clocks
 from quackish.emulator.completion import Completion
+from quackish.emulator.dataflow import Flow
 from quackish.emulator.decode import Program
 from quackish.emulator.dependent_launches import DependentLaunch, Ended, running
 from quackish.emulator.errors import Fault, Place
@@ -33,6 +34,7 @@ from quackish.emulator.threads import (
     warp_masks,
     whole_warps,
 )
+from quackish.emulator.uninitialized import Uninitialized
 
 MAX_CTAS_PER_SM = 32  # compute capabilities 9.0 and 10.x
 RESERVED_SHARED_BYTES = 1024  # the system's part of each CTA's shared memory
@@ -58,6 +60,8 @@ class Cluster:
             Cta(grid, self, rank, (first[0] + rank % x, first[1] + rank // x % y, first[2] + rank // (x * y)))
             for rank in range(self.size)
         ]
+        for cta in self.ctas:
+            cta.uninitialized = Uninitialized(cta)
 
 
 class Grid:
@@ -345,6 +349,7 @@ class Grid:
         """Runs threads from a block on, for as long as nothing sets them apart. Returns the number of blocks run."""
         lanes, warps, count = cta.lanes(mask), num_warps(mask), 0
         others = self._others(cta, mask)
+        uninitialized, undefined = cta.uninitialized, cta.uninitialized.others
         while True:
             current = self.program.blocks[block]
             cta.block = block
@@ -358,8 +363,14 @@ class Grid:
             self.executing = lanes
             try:
                 for step in steps:
-                    step(lanes)
+                    if undefined:
+                        uninitialized.follow(lanes, step, self.flow)
+                    else:
+                        step(lanes)
                 self._running = cta, lanes, block, None
+                if undefined and len(current.steps) < current.size:
+                    uninitialized.check(lanes, current.flows[-1])
+                    uninitialized.forget(lanes, current.flows[-1])
                 following = current.end(lanes)
             except Fault as fault:
                 fault.place = fault.place or self.place()()
@@ -412,6 +423,12 @@ class Grid:
         """The instruction that executes now."""
         _, _, block, steps = self._running
         return self.program.blocks[block].instructions[self._index(block, steps)]
+
+    @property
+    def flow(self) -> Flow:
+        """The registers of the instruction that executes now."""
+        _, _, block, steps = self._running
+        return self.program.blocks[block].flows[self._index(block, steps)]
 
     @property
     def opcode(self) -> str:

@@ -151,12 +151,20 @@ class SharedRaces(AsyncRaces):
         threads, rank_warp = self.races.threads(len(offsets))
         shadow = self.shadow
         granules = shadow.granules(offsets, size)
-        self._check_writes(granules, threads, rank_warp, "reads")
+        found = self._check_writes(granules, threads, rank_warp, "reads")
+        if not found.all() and threads.lane[0] >= 0:
+            self._unwritten(offsets, found == 0)
         numbers = self._event(threads, rank_warp)
         columns = np.array([shadow.column(warp + rank_warp) for warp in threads.warps.tolist()])
         column = columns[threads.which][:, None]
         shadow.reads[granules, column] = numbers[threads.which][:, None]
         shadow.read_lanes[granules, column] = threads.lane[:, None]
+
+    def _unwritten(self, offsets: np.ndarray, is_unwritten: np.ndarray) -> None:
+        """The executing threads load what nobody wrote. is_unwritten: of each offset, and each granule after it"""
+        lanes = self.races.grid.executing
+        what = f"shared memory at {offsets[is_unwritten.any(axis=1)][0]:#x} of {self.cta}"
+        lanes.cta.uninitialized.mark_results(lanes, is_unwritten, what)
 
     def write(self, offsets: np.ndarray, size: int) -> None:
         """The executing threads write `size` bytes at offsets."""
@@ -203,11 +211,14 @@ class SharedRaces(AsyncRaces):
 
     def _check_writes(
         self, granules: np.ndarray, threads: Threads, rank_warp: int, verb: str, is_atomic: bool = False
-    ) -> None:
-        """Checks that the last writes of granules precede the threads' accesses, unless both are atomic."""
+    ) -> np.ndarray:
+        """Checks that the last writes of granules precede the threads' accesses, unless both are atomic.
+
+        Returns these writes.
+        """
         found = self.shadow.writes[granules]
         if not found.any():
-            return
+            return found
         events = self.races.events
         actor = (threads.warp + rank_warp)[:, None]
         component = events.component[found]
@@ -226,6 +237,7 @@ class SharedRaces(AsyncRaces):
         if late.any():
             for i, j in one_of_each(found, late):
                 self._found(granules[i, j], verb, self._thread(threads, i), found[i, j], "write", actor[i, 0])
+        return found
 
     def _check_reads(self, granules: np.ndarray, threads: Threads, rank_warp: int) -> None:
         """Checks that the last reads of granules precede the threads' writes."""

@@ -34,7 +34,8 @@ RULES = {
     "mbarrier-uninitialized": Rule("A use of an mbarrier that is not initialized."),
     "mbarrier-memory": Rule("An access of memory that holds an mbarrier, or `mbarrier.init` of one that was used."),
     "mbarrier-init-twice": Rule("`mbarrier.init` of an mbarrier that is initialized and unused.", FORMAL, True),
-    # Addresses
+    # Values and addresses
+    "uninitialized": Rule("A branch, an address or a store that depends on what nobody wrote.", goes_on=True),
     "out-of-bounds": Rule("An access outside of tensors, parameters, or what a CTA or thread has of other memory."),
     "misaligned": Rule("An address or a size that is not a multiple of what the instruction needs."),
     "wrong-cta": Rule("An address in a CTA that the instruction cannot access."),

@@ -38,6 +38,14 @@ class TensorRaces(AsyncRaces):
         self.read_later(self.granules(lanes, column, count), warps, component, number)
         return number
 
+    def are_written(self, lanes: np.ndarray, column: int, count: int) -> bool:
+        """True if `count` columns in the groups of these lanes have been written since their allocation."""
+        return bool(self.shadow.writes[self.granules(lanes, column, count)].all())
+
+    def unwritten(self, lanes: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        """Which of these words have not been written since their allocation."""
+        return self.shadow.writes[lanes // GROUP * COLUMNS + columns] == 0
+
     def loaded(self, warp: int, number: int) -> None:
         """A warp has waited for its loads, or computes with a register that the load wrote.
 

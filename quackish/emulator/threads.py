@@ -205,6 +205,7 @@ class Cta:
         self.num_warps = -(-self.num_threads // WARP)
         directives = grid.program.entry.directives
         self.register_pool = RegisterPool(self, registers_at_launch(directives, self.num_threads, grid.gpu))
+        self.uninitialized: Any = None  # uninitialized.Uninitialized, which `grid.Cluster` sets
         self.shared = SharedMemory(grid.shared_bytes)
         self.local = LocalMemory(self.num_threads, grid.program.local_bytes)
         self.shared.races = grid.shared_races(grid.races, self)
