@@ -64,6 +64,7 @@ class AsyncRaces:
         if late.any():
             for i, column in one_of_each(found, late):
                 self._found(granules[i], "writes", "asynchronous work", found[i, column], "read")
+        self._check_fences(granules, found, late, warps, component)
         shadow.writes[granules] = self._async_event(component, epoch)
 
     def _async_event(self, component: int, epoch: int) -> int:
@@ -80,7 +81,13 @@ class AsyncRaces:
         if late.any():
             for (i,) in one_of_each(found, late):
                 self._found(granules[i], verb, "asynchronous work", found[i], "write")
+        self._check_fences(granules, found, late, warps, component)
         return found
+
+    def _check_fences(
+        self, granules: np.ndarray, found: np.ndarray, late: np.ndarray, warps: list[int], component: int
+    ) -> None:
+        """Checks fences between earlier events and work that `warps` issue now. late: events that are reported"""
 
     def _in_order(self, earlier: np.ndarray, component: int) -> np.ndarray:
         """True for earlier components that finish before this one's work without being waited for."""
@@ -525,8 +532,10 @@ class Races:
     def product_of(self, cta: Any, thread: int) -> tuple[list[int], int, int]:
         """Returns ([warp], component, epoch) of a tcgen05.mma that a thread issues."""
         component, epoch = self.group(cta, ("tcgen05.mma", thread))
+        warp = self.first_warp(cta) + thread // WARP
         cta.cluster.clocks.products.add(component)
-        return [self.first_warp(cta) + thread // WARP], component, epoch
+        cta.cluster.clocks.own_tensor_access(warp, component)
+        return [warp], component, epoch
 
     def arrive_remotely(self, lanes: Any, barrier: Any) -> None:
         """Records an arrival of these threads, before its release, if the mbarrier is in another CTA."""

@@ -25,6 +25,7 @@ RULES = {
     "proxy-fence": Rule("No `fence.proxy.async` between a write and a read by the async proxy.", goes_on=True),
     "proxy-fence-of-copy": Rule("No `fence.proxy.async` between `cp.async` and the async proxy.", FORMAL, True),
     "tensor-map-fence": Rule("No fence of the tensor map's proxy between a change of it and a copy."),
+    "tensor-memory-fence": Rule("No `tcgen05.fence` at a barrier that hands over tensor memory.", FORMAL, True),
     "wgmma-registers": Rule("An access of a register that a pending `wgmma` uses.", goes_on=True),
     "wgmma-fence": Rule("No `wgmma.fence` between an access of registers and their `wgmma`.", goes_on=True),
     # Barriers

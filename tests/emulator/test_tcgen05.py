@@ -39,22 +39,24 @@ def operands():
 
 
 def multiply(ctas, completion, seed, change=lambda ptx: ptx):
-    """(whether the product is right, the launch's report)."""
+    """(whether the product is right, the report)."""
     a, b, truth = operands()
     d = torch.full((M, N), float("nan"))
     code = exported(ctas)
     kernel = emulator.Kernel(code._replace(ptx=change(code.ptx)), B200, "toy_tcgen05")
     with emulator.record(completion, seed) as report:
         kernel(a.data_ptr(), b.data_ptr(), d.data_ptr(), M, N, K, CLUSTERS, 0)
-    return torch.equal(d, truth), report.launches[0]
+    return torch.equal(d, truth), report
 
 
 @pytest.mark.parametrize("ctas", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_a_gemm_is_right_and_its_counts_are_the_same(ctas):
     counts = set()
     for completion, seed in (AT_ONCE, 0), (LATE, 0), (LATE, 1), (LATE, 2):
-        right, launch = multiply(ctas, completion, seed)
+        right, report = multiply(ctas, completion, seed)
         assert right, (completion, seed)
+        assert not report.findings
+        (launch,) = report.launches
         counts.add((launch.mmas, launch.flops, launch.barrier_phases, launch.bytes_read, launch.tensor_memory_columns))
     ((mmas, flops, *_, columns),) = counts
     tiles = -(-M // (128 * ctas)) * -(-N // 64)
@@ -110,7 +112,9 @@ MISTAKES = {
     "instruction of columns beyond the allocation": Mistake(
         PRODUCT, 0, with_descriptor("xor.b32 %changed, D, 0x80000"), "columns 0 to 95"
     ),
-    "instruction of half the rows": Mistake(PRODUCT, 0, with_descriptor("xor.b32 %changed, D, 0xc000000"), "nothing wrote"),
+    "instruction of half the rows": Mistake(
+        PRODUCT, 0, with_descriptor("xor.b32 %changed, D, 0xc000000"), "nothing wrote"
+    ),
     "instruction with a reserved bit": Mistake(
         PRODUCT, 0, with_descriptor("or.b32 %changed, D, 0x40"), "reserved bits set"
     ),
@@ -195,3 +199,24 @@ def test_lanes_of_the_first_warp_mean_the_warps_own():
     own, same = "and.b32 %mine, %w, 96;", "and.b32 %mine, %w, 0;"
     assert own in case.body
     assert not case.differences(emulate(dataclasses.replace(case, body=case.body.replace(own, same))))
+
+
+FENCES = {
+    "before_thread_sync in front of": r"tcgen05\.fence::before_thread_sync;",  # at the epilogue's release
+    "after_thread_sync behind": r"tcgen05\.fence::after_thread_sync;",  # at its wait, the last one
+}
+
+
+@pytest.mark.parametrize("missing", FENCES)
+def test_barriers_that_hand_over_tensor_memory_need_fences(missing):
+    """Cards run this kernel without them: the right numbers come with a finding."""
+
+    def changed(ptx):
+        fence = list(re.finditer(FENCES[missing], ptx))[-1]
+        return ptx[: fence.start()] + ptx[fence.end() :]
+
+    for completion in AT_ONCE, LATE:
+        right, report = multiply(2, completion, 0, changed)
+        assert right
+        assert {(finding.rule, finding.severity) for finding in report.findings} == {("tensor-memory-fence", "formal")}
+        assert all(f"no tcgen05.fence::{missing} the barrier" in finding.message for finding in report.findings)

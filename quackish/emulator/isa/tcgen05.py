@@ -468,4 +468,10 @@ def fence(lanes):
 
     It waits for none. Here it orders other accesses as well.
     """
-    lanes.cta.grid.races.fence(lanes, lanes.cta.grid.opcode)
+    races, opcode, clocks = lanes.cta.grid.races, lanes.cta.grid.opcode, lanes.cta.cluster.clocks
+    warps = races.warps(lanes).tolist()
+    if "before" in opcode:
+        clocks.fence_before_sync(warps)
+    races.fence(lanes, opcode)
+    if "after" in opcode:
+        clocks.fence_after_sync(warps)
