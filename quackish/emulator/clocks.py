@@ -87,6 +87,7 @@ class Clocks:
         self.others: list[dict[int, np.ndarray]] = [{} for _ in range(num_warps)]  # other clusters, of each warp
         self.at_fence: dict[int, Clock] = {}  # warp -> its clock at its latest fence
         self.at_gpu_fence: dict[int, Clock] = {}  # the same of fences that reach other clusters
+        self.has_relaxed_arrivals = False  # at mbarriers, or waits there
         self.until_fence: dict[int, Clock | None] = {}  # warp -> what a fence lets it see, after a relaxed load
         # warp -> asynchronous work that its relaxed waits have found complete; what it issues later comes after that
         self.completed: dict[int, Clock] = {}

@@ -31,6 +31,7 @@ RULES = {
     # Barriers
     "deadlock": Rule("No thread can go on, or threads poll what no thread will change."),
     "barrier-count": Rule("Counts of threads at a barrier that differ, or that it does not expect."),
+    "barrier-phase": Rule("Arrivals at a barrier that nothing orders after its last phase.", goes_on=True),
     "mbarrier-count": Rule("Arrivals or bytes at an mbarrier that its phase does not expect."),
     "mbarrier-uninitialized": Rule("A use of an mbarrier that is not initialized."),
     "mbarrier-memory": Rule("An access of memory that holds an mbarrier, or `mbarrier.init` of one that was used."),
@@ -44,6 +45,9 @@ RULES = {
     "exit-with-work": Rule("A CTA that exits while asynchronous work writes its shared memory.", goes_on=True),
     "exit-with-read": Rule("A CTA that exits while asynchronous work reads its shared memory.", FORMAL, True),
     "tensor-memory-lanes": Rule("An access of lanes of tensor memory that the warp or the product cannot access."),
+    "tensor-memory-first-lanes": Rule(
+        "An address of tensor memory in lanes of the first warp, for those of another warp.", FORMAL, True
+    ),
     # Threads
     "member-mask": Rule("A member mask without a thread that executes the instruction."),
     "absent-lanes": Rule("Lanes that a member mask names, and that wait at another instruction of the whole warp."),

@@ -218,6 +218,7 @@ class Cta:
         self.is_slow, self.slow_threads = False, 0  # see grid.Grid._slow_down
         self.mbarriers: dict[int, Any] = {}  # offset in shared memory -> barriers.Mbarrier
         self.named_barriers: dict[int, Any] = {}
+        self.past_barriers: dict[int, dict[int, int]] = {}  # number -> arrivals of its last phase
         self.failed_waits: set = set()  # attempts of mbarrier.try_wait; with late completion, each fails once
         self.expired_waits = 0  # threads whose time limit in mbarrier.try_wait has passed; see grid.Grid._expire_waits
         self.sm = 0  # the SM where it is resident

@@ -136,6 +136,37 @@ def test_an_mbarrier_used_before_all_know_it():
         run(MBARRIER.format(sync="", after=""))
 
 
+PRODUCER = """
+setp.ge.u32 %p, %t, 32; @%p bra CONSUMER;
+bar.arrive 2, 64; {0} bar.arrive 2, 64; bra END;
+CONSUMER: bar.sync 2, 64; {0} bar.sync 2, 64;
+END:
+"""
+
+
+@pytest.mark.parametrize(
+    "right, wrong, threads",
+    [
+        # Two pairs of warps, with one barrier each or with the same one.
+        ("bar.sync %b, 64;", "bar.sync 1, 64;", 128),
+        ("setp.lt.u32 %p, %t, 64; @%p bar.sync 1, 64; @!%p bar.sync 2, 96;",
+         "setp.lt.u32 %p, %t, 64; @%p bar.sync 1, 64; @!%p bar.sync 1, 96;", 160),
+        # A lane of each warp releases an accumulator. Then all lanes of one do.
+        ("@%p mbarrier.arrive.shared.b64 _, [%s];", "@%p mbarrier.arrive.shared.b64 _, [%s+8];", 128),
+        ("mbarrier.arrive.shared.b64 _, [%s+16];", "mbarrier.arrive.shared.b64 _, [%s];", 32),
+        # The producer arrives again, and waits for the consumer before or not.
+        (PRODUCER.format("bar.sync 1, 64;"), PRODUCER.format(""), 64),
+    ],
+)  # fmt: skip
+def test_groups_that_may_arrive_in_one_phase(right, wrong, threads):
+    """Whichever group comes first in this run. The mbarriers expect 4 arrivals, 1 and 32."""
+    begin = """
+        @%first mbarrier.init.shared.b64 [%s], 4; @%first mbarrier.init.shared.b64 [%s+8], 1;
+        @%first mbarrier.init.shared.b64 [%s+16], 32; bar.sync 0;
+        shr.u32 %b, %t, 6; add.u32 %b, %b, 1; and.b32 %a, %t, 31; setp.eq.u32 %p, %a, 0;"""
+    check(begin + right, begin + wrong, "barrier-(phase|count)", threads=threads)
+
+
 # Clusters
 
 REMOTE = """

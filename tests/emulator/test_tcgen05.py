@@ -193,6 +193,15 @@ def ptx_without_fences(ptx):
     return ptx.replace("tcgen05.fence::before_thread_sync;", "")
 
 
+def test_one_address_for_all_warps_is_formal():
+    same = "{ .reg .b32 %same; and.b32 %same, \\2, 0xffff; \\1[%same]; }"
+    right, report = multiply(1, LATE, 0, lambda ptx: re.sub(LOAD, same, ptx))
+    assert right
+    assert {(finding.rule, finding.severity) for finding in report.findings} == {
+        ("tensor-memory-first-lanes", "formal")
+    }
+
+
 def test_lanes_of_the_first_warp_mean_the_warps_own():
     (form,) = forms.isa.load()["tcgen05.ld.sync.aligned.32x32b.x2.b32"]
     (case,) = forms.cases_of(form)

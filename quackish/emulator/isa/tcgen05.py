@@ -313,14 +313,15 @@ for _group in (1, 2):
 
 
 def _place(warp, position, addresses, shape, fragment):
-    """The (lane, column) of a warp's access. Raises Fault for lanes of another warp.
-
-    Lanes of the first warp mean a warp's own lanes: kernels that run on cards give all warps the same address.
-    """
+    """The (lane, column) of a warp's access. Raises Fault for lanes of another warp."""
     address = matrices.tensor_address(uniform(addresses, position, "taddr"))
     (number,) = warp.warps()
     first = 32 * (number % 4)
-    if address.lane < 32:
+    if address.lane < 32 and first:
+        # The warps of a warp group can access lanes 0 to 31, 32 to 63 and so on. (PTX, Access restrictions). On cards,
+        # lanes of the first warp mean a warp's own lanes: there are kernels that give all warps the same address.
+        what = f"warp {number} accesses tensor memory from lane {address.lane} on, which is the first warp's"
+        warp.cta.grid.found(Fault("tensor-memory-first-lanes", f"{what}; its own lanes begin at {first}"))
         address = address._replace(lane=address.lane + first)
     starts = (first,) if shape == "32x32b" else (first, first + 16)
     if address.lane not in starts:
