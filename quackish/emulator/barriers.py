@@ -137,7 +137,7 @@ class NamedBarrier:
         races, lanes = self.cta.grid.races, self.cta.lanes(lanes_mask)
         self.arrivals |= races.epochs(lanes)
         races.check_arrival(lanes, self, self.cta.past_barriers.get(self.number, {}))
-        self.clock = joined(self.clock, races.release(lanes))
+        self.clock = joined(self.clock, races.arrive(lanes))
         self.warps += num_warps(lanes_mask)
         self.arrived |= lanes_mask
 

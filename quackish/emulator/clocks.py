@@ -91,8 +91,6 @@ class Clocks:
         self.until_fence: dict[int, Clock | None] = {}  # warp -> what a fence lets it see, after a relaxed load
         # warp -> asynchronous work that its relaxed waits have found complete; what it issues later comes after that
         self.completed: dict[int, Clock] = {}
-        # Event numbers: earlier events of the same warp precede what each thread does now.
-        self.in_warp = np.zeros((num_warps, WARP), np.int32)
 
     def component(self, owner: Hashable) -> int:
         """The number of an owner's component; a new owner gets the next number."""

@@ -19,6 +19,7 @@ from quackish.emulator.dependent_launches import DependentLaunch, Ended, running
 from quackish.emulator.errors import Fault, Place
 from quackish.emulator.findings import Findings
 from quackish.emulator.global_races import GlobalRaces
+from quackish.emulator.lane_order import LaneOrder
 from quackish.emulator.memory import GlobalMemory
 from quackish.emulator.profile import CountedGlobalRaces, CountedSharedRaces, Profile, Trace
 from quackish.emulator.ptx import Instruction
@@ -54,6 +55,7 @@ class Cluster:
         self.barrier = ClusterBarrier(self)
         self.meetings: dict[tuple, Any] = {}  # warps that wait for their peer CTA: see isa.tensor_allocation
         self.clocks = Clocks(self.size * -(-grid.num_threads // WARP), grid.num_clusters)
+        self.lane_order = LaneOrder(self.clocks.num_warps)
         grid.num_clusters += 1
         x, y, _ = grid.cluster_dimensions
         self.ctas = [

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from quackish.emulator import lane_order
 from quackish.emulator.advice import Access, barrier_between
 from quackish.emulator.clocks import (
     GLOBAL,
@@ -136,6 +137,7 @@ class SharedRaces(AsyncRaces):
 
     def __init__(self, races: "Races", cta: Any):
         super().__init__(races, cta, cta.shared.size)
+        self.lane_order = cta.cluster.lane_order
 
     def _where(self, granule: int) -> str:
         return f"shared memory at {granule * self.shadow.granule:#x} of {self.cta}"
@@ -212,9 +214,19 @@ class SharedRaces(AsyncRaces):
     def _event(self, threads: Threads, rank_warp: int) -> np.ndarray:
         """Adds an event for each warp of the executing threads."""
         actors = threads.warps + rank_warp
-        return self.races.events.add(
+        events = self.races.events.add(
             self.clocks, actors, self.clocks.seen[ORDERED, actors, actors], False, self.races.grid.place()
         )
+        self.lane_order.last_access[actors] = events
+        return events
+
+    def _check_fences(
+        self, granules: np.ndarray, found: np.ndarray, late: np.ndarray, warps: list[int], component: int
+    ) -> None:
+        if self.lane_order.releases:
+            components = self.races.events.component[found]
+            epochs = self.clocks.before_work(ORDERED, warps)[components]
+            lane_order.check_released(self, granules, found, late, epochs)
 
     def _check_writes(
         self, granules: np.ndarray, threads: Threads, rank_warp: int, verb: str, is_atomic: bool = False
@@ -229,14 +241,19 @@ class SharedRaces(AsyncRaces):
         events = self.races.events
         actor = (threads.warp + rank_warp)[:, None]
         component = events.component[found]
-        late = events.epoch[found] > self.clocks.seen[ORDERED, actor, component]
+        known = self.clocks.seen[ORDERED, actor, component]
+        late = events.epoch[found] > known
         same = component == actor
+        if self.lane_order.releases:
+            lane_order.check_released(self, granules, found, late | same, known)
+        if self.lane_order.waits:
+            lane_order.check_waited(self, granules, found, late | same, threads.warp + rank_warp, threads.lane)
         if same.any():
             lane = threads.lane[:, None]
             late |= (
                 same
                 & (self.shadow.write_lanes[granules] != lane)
-                & (found >= self.clocks.in_warp[actor, lane])
+                & (found >= self.lane_order.in_warp[actor, lane])
                 & (lane >= 0)
             )
         if is_atomic and late.any():
@@ -255,14 +272,20 @@ class SharedRaces(AsyncRaces):
             return
         actor = threads.warp + rank_warp
         columns = shadow.components()
-        late = events.epoch[found] > self.clocks.seen[ORDERED][actor[:, None], columns][:, None]
+        known = self.clocks.seen[ORDERED][actor[:, None], columns][:, None]
+        late = events.epoch[found] > known
         same = columns == actor[:, None]
+        if self.lane_order.releases:
+            epochs = np.broadcast_to(known, found.shape)
+            lane_order.check_released(self, granules, found, late | same[:, None], epochs)
+        if self.lane_order.waits:
+            lane_order.check_waited(self, granules, found, late | same[:, None], actor, threads.lane)
         if same.any():
             lane = threads.lane[:, None, None]
             late |= (
                 same[:, None]
                 & (shadow.read_lanes[granules, :width] != lane)
-                & (found >= self.clocks.in_warp[actor, threads.lane][:, None, None])
+                & (found >= self.lane_order.in_warp[actor, threads.lane][:, None, None])
                 & (lane >= 0)
             )
         if late.any():
@@ -388,6 +411,12 @@ class Races:
 
     # Order
 
+    def arrive(self, lanes: Any) -> Clock:
+        """`release` at a barrier, where lanes of a warp may arrive without the others."""
+        clocks = lanes.cta.cluster.clocks
+        lanes.cta.cluster.lane_order.release(lanes, clocks, self.first_warp(lanes.cta), self.events.count)
+        return self.release(lanes)
+
     def release(self, lanes: Any) -> Clock:
         """The clock of what the warps of these threads did until now."""
         return lanes.cta.cluster.clocks.release(self.warps(lanes))
@@ -395,6 +424,7 @@ class Races:
     def acquire(self, lanes: Any, clock: Clock | None) -> None:
         """Orders what a clock knows before what these threads do from now on."""
         clocks, warps = lanes.cta.cluster.clocks, self.warps(lanes)
+        lanes.cta.cluster.lane_order.wait(lanes, clocks, self.first_warp(lanes.cta))
         clocks.acquire(warps, clock)
         self.order_warp(lanes)
 
@@ -417,8 +447,7 @@ class Races:
 
     def order_warp(self, lanes: Any) -> None:
         """Orders what threads of these warps did before what the others do from now on."""
-        threads = threads_of(lanes.mask)
-        lanes.cta.cluster.clocks.in_warp[threads.warp + self.first_warp(lanes.cta), threads.lane] = self.events.count
+        lanes.cta.cluster.lane_order.synchronize(lanes, self.first_warp(lanes.cta), self.events.count)
 
     def now(self, lanes: Any) -> tuple[int, int]:
         """Returns (warp, epoch) of what the first of the threads does now."""
@@ -528,7 +557,9 @@ class Races:
     def store_from(self, cta: Any, granules: np.ndarray, thread: int) -> None:
         """A thread issues a bulk store, which reads shared memory."""
         component, epoch = self.group(cta, ("bulk", thread))
-        cta.shared.races.read_later(granules, [self.first_warp(cta) + thread // WARP], component, epoch)
+        warp = self.first_warp(cta) + thread // WARP
+        cta.shared.races.read_later(granules, [warp], component, epoch)
+        lane_order.check_issuer(cta.shared.races, granules, warp, thread % WARP)
 
     def store_to(self, cta: Any, addresses: np.ndarray, size: int, thread: int) -> None:
         """A thread issues a bulk store, which writes rows of global memory."""

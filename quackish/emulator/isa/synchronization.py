@@ -169,8 +169,9 @@ def _arrive_at(lanes, addresses, counts, sizes=None):
     for barrier in at:
         races.arrive_remotely(lanes, barrier)
     lanes.cta.cluster.clocks.has_relaxed_arrivals |= is_relaxed
-    _check_phases(lanes, set(at))
-    clock = races.release_relaxed(lanes) if is_relaxed else races.release(lanes)
+    for barrier in set(at):
+        _check_phase(lanes.cta.lanes(lanes.subset_of_active(np.array([each is barrier for each in at]))), barrier)
+    clock = races.release_relaxed(lanes) if is_relaxed else races.arrive(lanes)
     for i, barrier in enumerate(at):
         barrier.arrived = joined(barrier.arrived, clock)
         states.append(barrier.phase)
@@ -182,14 +183,12 @@ def _arrive_at(lanes, addresses, counts, sizes=None):
     return np.array(states, np.uint64)
 
 
-def _check_phases(lanes, at):
+def _check_phase(lanes, barrier):
     """Checks that arrivals come after those of the last phase; of relaxed ones it is not known what they come after."""
-    clocks, races = lanes.cta.cluster.clocks, lanes.cta.grid.races
-    epochs = races.epochs(lanes)
-    for barrier in at:
-        if not clocks.has_relaxed_arrivals:
-            races.check_arrival(lanes, barrier, barrier.last_arrivals)
-        barrier.arrivals |= epochs
+    races = lanes.cta.grid.races
+    if not lanes.cta.cluster.clocks.has_relaxed_arrivals:
+        races.check_arrival(lanes, barrier, barrier.last_arrivals)
+    barrier.arrivals |= races.epochs(lanes)
 
 
 @action(
