@@ -18,7 +18,7 @@ RULES = {
     # What nothing orders
     "shared-race": Rule("Two accesses of shared memory that nothing orders.", goes_on=True),
     "lane-race": Rule("A lane that arrives or stores for others of its warp without `bar.warp.sync`.", goes_on=True),
-    "global-race": Rule("A read or a write of global memory that nothing orders after a write.", goes_on=True),
+    "global-race": Rule("Two accesses of global memory that nothing orders.", goes_on=True),
     "non-coherent-load": Rule("`ld.global.nc` of what the same launch has written.", goes_on=True),
     "tensor-race": Rule("Two accesses of tensor memory that nothing orders.", goes_on=True),
     "launch-race": Rule("An access that may come before the end of an earlier launch.", goes_on=True),

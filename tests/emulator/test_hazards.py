@@ -408,6 +408,23 @@ def test_a_fence_of_the_cta_orders_warps_of_the_cta():
 WRITES = "setp.ge.u32 %p, %t, 32; shr.u32 %v, %t, {shift}; and.b32 %a, %t, 31; mad.wide.u32 %o, %a, 4, %out;"
 
 
+@pytest.mark.parametrize("ctas", [1, 2])
+def test_global_memory_written_before_others_have_read(ctas):
+    """By a thread or a bulk store of another warp or CTA: whichever access this seed's run comes to first."""
+    one, other = ("%t, 32", "%t, 32") if ctas == 1 else ("%r, 1", "%r, 1")
+    body = f"""
+        mov.u32 %r, %ctaid.x; st.shared.u32 [%a], %t; fence.proxy.async.shared::cta; bar.sync 0;
+        setp.lt.u32 %p, {one}; @%p ld.global.u32 %v, [%out]; {{}}
+        setp.eq.and.u32 %p, {other}, %q; {{}}"""
+    barrier = "bar.sync 0;" if ctas == 1 else "barrier.cluster.arrive; barrier.cluster.wait;"
+    start = ".reg .pred %q; setp.eq.u32 %q, %t, 32;"
+    store = "@%p st.global.u32 [%out], 7;"
+    bulk = "@%p cp.async.bulk.global.shared::cta.bulk_group [%out], [%s], 16; @%p cp.async.bulk.commit_group; "
+    for write in store, bulk + "@%p cp.async.bulk.wait_group 0;":
+        right, wrong = (start + body.format(order, write) for order in (barrier, ""))
+        check(right, wrong, r"global-race: .*(read|write)s global memory", ctas=ctas)
+
+
 def test_two_writes_of_global_memory():
     """Both warps write the same words. If they write the same numbers, it makes no difference."""
     body = WRITES.format(shift=5) + "@!%p st.global.u32 [%o], %v; {} @%p st.global.u32 [%o], %v;"

@@ -63,6 +63,11 @@ SHARED_MEMORY = r"shared memory at 0x404 of CTA \(0, 0, 0\) that nothing wrote, 
             f"@%first ld.shared.v2.u32 {{%w, %v}}, [%s]; @%first {STORE}",
             "global memory gets",
         ),
+        (
+            f"{LOAD} mov.u32 %w, %v; @%first add.u32 %v, %w, 1; @%first {STORE}",
+            f"{LOAD} mov.u32 %w, %v; @%first add.u32 %v, %w, 1; {STORE}",
+            "global memory gets",
+        ),
         (f"{LOAD} mov.u32 %v, 1; {STORE}", f"{LOAD} @%first mov.u32 %v, 1; {STORE}", "global memory gets"),
     ],
 )
