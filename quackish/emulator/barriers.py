@@ -117,7 +117,7 @@ class NamedBarrier:
         self.expected: int | None = None  # number of threads, or None for all of the CTA
         self.warps = self.arrived = 0
         self.clock: Clock | None = None  # what precedes the arrivals
-        self.arrivals: dict[int, int] = {}  # the components of warps -> the epoch of their arrival
+        self.arrivals: dict[int, int] = {}  # as those of an Mbarrier; empty if all threads of the CTA take part
         self.waiting: list[Parked] = []
         self.votes: list[np.ndarray] = []  # predicates of the threads that have arrived with one: barrier.red
         self.results: list[Callable[[np.ndarray], None]] = []  # called with all predicates
@@ -135,8 +135,10 @@ class NamedBarrier:
             raise Fault("barrier-count", f"a barrier of {expected} threads, which is not a multiple of 32")
         self.expected = expected
         races, lanes = self.cta.grid.races, self.cta.lanes(lanes_mask)
-        self.arrivals |= races.epochs(lanes)
-        races.check_arrival(lanes, self, self.cta.past_barriers.get(self.number, {}))
+        if past := self.cta.past_barriers.get(self.number):
+            races.check_arrival(lanes, self, past)
+        if expected is not None:
+            self.arrivals |= races.epochs(lanes)
         self.clock = joined(self.clock, races.arrive(lanes))
         self.warps += num_warps(lanes_mask)
         self.arrived |= lanes_mask

@@ -1,5 +1,6 @@
 """Turns the instructions of an entry into blocks of Python functions over the threads that execute them."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,12 +18,14 @@ from quackish.emulator.ptx import (
     Special,
     Symbol,
     Vector,
+    parse,
 )
 from quackish.emulator.threads import Lanes
 from quackish.emulator.wgmma_registers import bits_of_registers, registers_of
 
 Step = Callable[[Lanes], None]
 
+KEPT_MODULES = 64  # that are decoded; decoding a GEMM takes a tenth of its run
 _CONVERGENCE = {"": 0, "members": 1, "warp": 2, "warp group": 3}
 
 
@@ -37,6 +40,7 @@ class BasicBlock(NamedTuple):
     chosen: Reader | None  # the first instruction's predicate, if it has one: the other threads need not converge
     polls: bool  # see isa.Form
     flows: list[dataflow.Flow]  # of each instruction
+    touches: frozenset[late_loads.Register]  # the registers of all instructions
 
     @property
     def size(self) -> int:
@@ -65,6 +69,13 @@ class Program(NamedTuple):
         return self.location(block, -1) if self.blocks[block].instructions else ""
 
 
+@functools.lru_cache(KEPT_MODULES)
+def programs(text: str) -> tuple[str, dict[str, Program]]:
+    """The target of a module's PTX, and the programs of its entries. Raises PtxError."""
+    module = parse(text)
+    return module.target, {name: decode(entry) for name, entry in module.entries.items()}
+
+
 def decode(entry: Entry) -> Program:
     """Decodes an entry. Raises PtxError for an instruction that no chapter of `isa` declares."""
     return _Decoder(entry).program()
@@ -89,7 +100,9 @@ class _Decoder:
             self._block(i, begin, forms[begin:end]) for i, (begin, end) in enumerate(zip(starts, ends, strict=True))
         ]
         # An entry that ends without `ret` exits.
-        blocks.append(BasicBlock([], lambda lanes: lanes.cta.exit(lanes.mask), [], "", None, None, False, []))
+        blocks.append(
+            BasicBlock([], lambda lanes: lanes.cta.exit(lanes.mask), [], "", None, None, False, [], frozenset())
+        )
         following = [self._following(number, block) for number, block in enumerate(blocks)]
         return Program(
             self.entry,
@@ -161,7 +174,8 @@ class _Decoder:
             for instruction, form in zip(instructions, forms, strict=True)
         ]
         polls = any(form.polls for form in forms)
-        return BasicBlock(steps, end, instructions, converged, members, chosen, polls, flows)
+        touches = frozenset().union(*(flow.touches for flow in flows))
+        return BasicBlock(steps, end, instructions, converged, members, chosen, polls, flows, touches)
 
     def _converged(self, instruction: Instruction, form: isa.Form) -> str:
         """`form.converged`, except that a constant member mask of all threads means the warp."""

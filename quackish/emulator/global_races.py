@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from quackish.emulator.clocks import GLOBAL, ORDERED, Clock, Clocks, Shadow, joined, merged, one_of_each
+from quackish.emulator.clocks import GLOBAL, ORDERED, Clock, Clocks, Shadow, joined, merged, one_of_each, threads_of
 from quackish.emulator.dependent_launches import DependentLaunch
 from quackish.emulator.errors import Fault, Place
 from quackish.emulator.races import Races
+from quackish.emulator.threads import Lanes
 
 
 class Semantics(NamedTuple):
@@ -52,14 +53,13 @@ MAX_READS = 1 << 14  # loads of a tensor that are kept until something writes it
 
 
 class Read(NamedTuple):
-    """A load by some warps of a tensor that nothing has written yet."""
+    """A load of a tensor."""
 
-    clocks: Clocks
-    warps: np.ndarray
-    epochs: np.ndarray
-    which: np.ndarray  # of each address, the index of its warp
+    lanes: Lanes  # that execute it
+    epochs: np.ndarray  # of their warps
     addresses: np.ndarray
     size: int
+    which: Any  # the addresses that are in the tensor
     place: Callable[[], Place]
 
 
@@ -130,21 +130,21 @@ class GlobalRaces:
         reads = None if tensor in self.shadows else self.reads.setdefault(tensor, [])
         if reads is not None and len(reads) == MAX_READS:
             return
-        clocks, warps, warp = self._warps(len(addresses))
-        epochs = clocks.seen[ORDERED, warps, warps]
-        read = Read(
-            clocks, warps, epochs, np.searchsorted(warps, warp[which]), addresses[which], size, self.races.grid.place()
-        )
+        lanes = self.races.grid.executing
+        warps = self.races.warps(lanes)
+        epochs = lanes.cta.cluster.clocks.seen[ORDERED, warps, warps]
+        read = Read(lanes, epochs, addresses, size, which, self.races.grid.place())
         if reads is None:
             self._add_read(tensor, read)
         else:
             reads.append(read)
 
     def _add_read(self, tensor: tuple[int, int], read: Read) -> None:
-        shadow = self.shadows[tensor]
-        events = self.events.add(read.clocks, read.warps, read.epochs, False, read.place)
-        granules = shadow.granules(read.addresses - np.uint64(tensor[0]), read.size)
-        shadow.reads[granules, shadow.column(0)] = events[read.which][:, None]
+        shadow, clocks = self.shadows[tensor], read.lanes.cta.cluster.clocks
+        events = self.events.add(clocks, self.races.warps(read.lanes), read.epochs, False, read.place)
+        granules = shadow.granules(read.addresses[read.which] - np.uint64(tensor[0]), read.size)
+        event = events[threads_of(read.lanes.mask).which[read.which]]
+        shadow.reads[granules, shadow.column(0)] = event[:, None]
 
     def _check_reads(
         self, tensor: tuple[int, int], addresses: np.ndarray, size: int, which: Any, changes: Callable[[], np.ndarray]

@@ -364,13 +364,16 @@ class Grid:
             self._running = cta, lanes, block, steps
             self.executing = lanes
             try:
+                follows = not undefined.keys().isdisjoint(current.touches) if undefined else False
+                known = len(undefined)
                 for step in steps:
-                    if undefined:
+                    if follows:
                         uninitialized.follow(lanes, step, self.flow)
                     else:
                         step(lanes)
+                        follows = len(undefined) != known
                 self._running = cta, lanes, block, None
-                if undefined and len(current.steps) < current.size:
+                if follows and len(current.steps) < current.size:
                     uninitialized.check(lanes, current.flows[-1])
                     uninitialized.forget(lanes, current.flows[-1])
                 following = current.end(lanes)

@@ -49,7 +49,7 @@ class LaneOrder:
         """Orders what threads of these warps did before what the others do from now on. now: the next event"""
         threads = threads_of(lanes.mask)
         self.in_warp[threads.warp + first_warp, threads.lane] = now
-        for warp in lanes.warps() if self.waits else ():
+        for warp in threads.warps.tolist() if self.waits else ():
             mine, live = _lanes_of(warp, lanes)
             if (wait := self.waits.get(first_warp + warp)) is not None:
                 self.waits[first_warp + warp] = wait._replace(lanes=wait.lanes | mine)
@@ -58,7 +58,11 @@ class LaneOrder:
 
     def release(self, lanes: Any, clocks: Any, first_warp: int, now: int) -> None:
         """Records an arrival of these threads at a barrier, before their release."""
-        for warp in lanes.warps():
+        warps = threads_of(lanes.mask).warps
+        if lanes.mask == lanes.cta.live:
+            self.last_release[warps + first_warp] = now
+            return
+        for warp in warps.tolist():
             number, (mine, live) = first_warp + warp, _lanes_of(warp, lanes)
             if mine == live:
                 self.last_release[number] = now
@@ -73,7 +77,9 @@ class LaneOrder:
 
     def wait(self, lanes: Any, clocks: Any, first_warp: int) -> None:
         """Records that these threads have waited at a barrier, before their acquire."""
-        for warp in lanes.warps():
+        if lanes.mask == lanes.cta.live:
+            return
+        for warp in threads_of(lanes.mask).warps.tolist():
             number, (mine, live) = first_warp + warp, _lanes_of(warp, lanes)
             if mine != live and number not in self.waits:
                 self.waits[number] = Wait(mine, clocks.seen[ORDERED, number].copy())

@@ -462,19 +462,20 @@ class Races:
     def check_arrival(self, lanes: Any, barrier: Any, last: dict[int, int]) -> None:
         """Checks that arrivals of these threads come after those of the barrier's last phase, those of their CTA."""
         # Threads that arrive at a barrier before or after it completes, as it happens, take part in another phase.
-        clocks, warps = lanes.cta.cluster.clocks, self.warps(lanes)
-        first = self.first_warp(lanes.cta)
-        for component, epoch in last.items():
-            late = clocks.seen[ORDERED, warps, component] < epoch
-            if late.any() and first <= component < first + lanes.cta.num_warps:
-                self.grid.found(
-                    Fault(
-                        "barrier-phase",
-                        f"nothing orders an arrival of warp {warps[late][0] - first} after the last phase, in which "
-                        f"warp {component - first} has arrived: it might have come in that phase: {barrier}",
-                        advice="each group of threads needs a barrier of its own, which expects all of its arrivals",
-                    )
+        clocks, warps, first = lanes.cta.cluster.clocks, self.warps(lanes), self.first_warp(lanes.cta)
+        components, epochs = np.array(list(last), np.intp), np.array(list(last.values()))
+        late = clocks.seen[ORDERED, warps[:, None], components] < epochs
+        late &= (first <= components) & (components < first + lanes.cta.num_warps)
+        if late.any():
+            i, j = np.argwhere(late)[0]
+            self.grid.found(
+                Fault(
+                    "barrier-phase",
+                    f"nothing orders an arrival of warp {warps[i] - first} after the last phase, in which warp "
+                    f"{components[j] - first} has arrived: it might have come in that phase: {barrier}",
+                    advice="each group of threads needs a barrier of its own, which expects all of its arrivals",
                 )
+            )
 
     def check_initialized(self, lanes: Any, barrier: Any) -> None:
         # "Performing any mbarrier operation except mbarrier.init on an uninitialized mbarrier object results in

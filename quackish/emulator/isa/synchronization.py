@@ -186,7 +186,7 @@ def _arrive_at(lanes, addresses, counts, sizes=None):
 def _check_phase(lanes, barrier):
     """Checks that arrivals come after those of the last phase; of relaxed ones it is not known what they come after."""
     races = lanes.cta.grid.races
-    if not lanes.cta.cluster.clocks.has_relaxed_arrivals:
+    if barrier.last_arrivals and not lanes.cta.cluster.clocks.has_relaxed_arrivals:
         races.check_arrival(lanes, barrier, barrier.last_arrivals)
     barrier.arrivals |= races.epochs(lanes)
 
