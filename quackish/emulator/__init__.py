@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from quackish.emulator import arguments, decode, dsl, host, ptx, scripts, torch_cuda
+from quackish.emulator import arguments, decode, dsl, host, scripts, torch_cuda
 from quackish.emulator.completion import COMPLETIONS
 from quackish.emulator.dependent_launches import Ended
 from quackish.emulator.errors import Circumstances, Fault, Place, PtxError, ToolMissing
@@ -116,7 +116,6 @@ class Kernel:
     def __init__(self, exported: host.Exported, gpu: Any, name: str = "", host_code: host.HostCode | None = None):
         self.gpu, self.ptx, self.name = find(gpu), exported.ptx, name
         self._host_code = host_code or host.load(exported, self.gpu)
-        self._programs: dict[str, decode.Program] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         with torch._C.DisableTorchFunction():  # a mode may say that CPU tensors are on CUDA
@@ -153,16 +152,11 @@ class Kernel:
         run(program, launch, parameters, self.gpu, self.name, names)
 
     def _program(self, kernel: str) -> decode.Program:
-        """The program of an entry, decoded when it is first launched."""
-        if not self._programs:
-            module = ptx.parse(self.ptx)
-            if not can_run(self.gpu, module.target):
-                raise ValueError(
-                    f"the function is compiled for {module.target}; gpu is {self.gpu.name}: {self.gpu.target}"
-                )
-            entries = module.entries
-            self._programs = {name: decode.decode(entry) for name, entry in entries.items()}
-        return self._programs[kernel]
+        """The program of an entry."""
+        target, programs = decode.programs(self.ptx)
+        if not can_run(self.gpu, target):
+            raise ValueError(f"the function is compiled for {target}; gpu is {self.gpu.name}: {self.gpu.target}")
+        return programs[kernel]
 
 
 def run(

@@ -35,6 +35,9 @@ class Mbarrier:
         self.initialized: tuple[int, int] = (0, 0)  # (warp, epoch)
         self.users: set[tuple[int, int]] = set()  # see races.Races.check_initialized
         self.remote: dict[int, Arrival] = {}  # by component
+        # The components of the warps that have arrived in this phase and in the one before -> the epoch of the arrival.
+        self.arrivals: dict[int, int] = {}
+        self.last_arrivals: dict[int, int] = {}
         self.observed = 0  # threads have waited for the ends of so many phases
         self.waiting: list[Parked] = []
 
@@ -81,6 +84,7 @@ class Mbarrier:
         if self.pending == 0 and self.transactions == 0:
             self.phase += 1
             self.pending = self.count
+            self.last_arrivals, self.arrivals = self.arrivals, {}
             self._order()
             self.cta.grid.num_phases += 1
             waiting, self.waiting = self.waiting, []
@@ -113,6 +117,7 @@ class NamedBarrier:
         self.expected: int | None = None  # number of threads, or None for all of the CTA
         self.warps = self.arrived = 0
         self.clock: Clock | None = None  # what precedes the arrivals
+        self.arrivals: dict[int, int] = {}  # as those of an Mbarrier; empty if all threads of the CTA take part
         self.waiting: list[Parked] = []
         self.votes: list[np.ndarray] = []  # predicates of the threads that have arrived with one: barrier.red
         self.results: list[Callable[[np.ndarray], None]] = []  # called with all predicates
@@ -129,7 +134,12 @@ class NamedBarrier:
         if expected is not None and (expected % 32 or expected == 0):
             raise Fault("barrier-count", f"a barrier of {expected} threads, which is not a multiple of 32")
         self.expected = expected
-        self.clock = joined(self.clock, self.cta.grid.races.release(self.cta.lanes(lanes_mask)))
+        races, lanes = self.cta.grid.races, self.cta.lanes(lanes_mask)
+        if past := self.cta.past_barriers.get(self.number):
+            races.check_arrival(lanes, self, past)
+        if expected is not None:
+            self.arrivals |= races.epochs(lanes)
+        self.clock = joined(self.clock, races.arrive(lanes))
         self.warps += num_warps(lanes_mask)
         self.arrived |= lanes_mask
 
@@ -145,6 +155,7 @@ class NamedBarrier:
             self.cta.grid.num_events += 1
             self.cta.grid.num_phases += 1
             del self.cta.named_barriers[self.number]
+            self.cta.past_barriers[self.number] = self.arrivals
             for write in self.results:
                 write(np.concatenate(self.votes))
             for parked in self.waiting:

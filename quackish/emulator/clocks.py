@@ -22,6 +22,7 @@ GRANULE = 16  # bytes; a shadow becomes finer when a smaller access comes
 ORDERED = 0  # it precedes
 SHARED, GLOBAL = 1, 2  # it precedes, and a fence for the async proxy's accesses of this memory is in between
 INITIALIZED = 3  # each mbarrier.init in it precedes
+FENCED = 3  # for accesses of tensor memory: it precedes, and a tcgen05.fence::before_thread_sync is in between
 _ROWS = 4
 
 
@@ -57,9 +58,9 @@ def merged(a: dict[int, np.ndarray], b: dict[int, np.ndarray]) -> dict[int, np.n
 
 
 def _of_epoch(component: int, epoch: int) -> np.ndarray:
-    """A `Clock.seen` that knows one epoch of one component, in all rows but INITIALIZED."""
+    """A `Clock.seen` that knows one epoch of one component, in all rows."""
     seen = np.zeros((_ROWS, component + 1), np.int32)
-    seen[:INITIALIZED, component] = epoch
+    seen[:, component] = epoch
     return seen
 
 
@@ -77,17 +78,19 @@ class Clocks:
         self.num_warps, self.number = num_warps, number
         self.components: dict[Hashable, int] = {}
         self.products: set[int] = set()  # the components of tcgen05.mma
+        self.loads_and_stores: set[int] = set()  # the components of tcgen05.ld and tcgen05.st
+        # The accesses of tensor memory that need no tcgen05.fence any more: for each warp, the epochs of components.
+        self.fenced = np.zeros((num_warps, num_warps + 16), np.int32)
         self.seen = np.zeros((_ROWS, num_warps, num_warps + 16), np.int32)
         own = np.arange(num_warps)
         self.seen[ORDERED, own, own] = 1
         self.others: list[dict[int, np.ndarray]] = [{} for _ in range(num_warps)]  # other clusters, of each warp
         self.at_fence: dict[int, Clock] = {}  # warp -> its clock at its latest fence
         self.at_gpu_fence: dict[int, Clock] = {}  # the same of fences that reach other clusters
+        self.has_relaxed_arrivals = False  # at mbarriers, or waits there
         self.until_fence: dict[int, Clock | None] = {}  # warp -> what a fence lets it see, after a relaxed load
         # warp -> asynchronous work that its relaxed waits have found complete; what it issues later comes after that
         self.completed: dict[int, Clock] = {}
-        # Event numbers: earlier events of the same warp precede what each thread does now.
-        self.in_warp = np.zeros((num_warps, WARP), np.int32)
 
     def component(self, owner: Hashable) -> int:
         """The number of an owner's component; a new owner gets the next number."""
@@ -96,6 +99,7 @@ class Clocks:
             number = self.components[owner] = self.num_warps + len(self.components)
             if number >= self.seen.shape[2]:
                 self.seen = np.pad(self.seen, ((0, 0), (0, 0), (0, number)))
+                self.fenced = np.pad(self.fenced, ((0, 0), (0, number)))
         return number
 
     def of_epoch(self, owner: Hashable, epoch: int) -> Clock | None:
@@ -144,6 +148,20 @@ class Clocks:
     def fence_others(self, warp: int) -> None:
         """Puts an async proxy fence for global memory behind what a warp knows of other clusters."""
         self.others[warp] = {number: _fenced(seen) for number, seen in self.others[warp].items()}
+
+    def fence_before_sync(self, warps: Any) -> None:
+        """Records tcgen05.fence::before_thread_sync."""
+        components = list(self.loads_and_stores)
+        for warp in warps:
+            self.seen[FENCED, warp, components] = self.seen[ORDERED, warp, components]
+
+    def fence_after_sync(self, warps: Any) -> None:
+        """Records tcgen05.fence::after_thread_sync."""
+        self.fenced[warps] = np.maximum(self.fenced[warps], self.seen[FENCED, warps])
+
+    def own_tensor_access(self, warp: int, component: int) -> None:
+        """Records that a component has accesses of tensor memory by a warp, which itself needs no fence for them."""
+        self.fenced[warp, component] = np.iinfo(np.int32).max
 
     def learn(self, warps: Any, component: int, epoch: int) -> None:
         """Records that the warps have waited for an epoch of asynchronous work."""

@@ -1,9 +1,10 @@
 """Turns the instructions of an entry into blocks of Python functions over the threads that execute them."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from quackish.emulator import isa, late_loads
+from quackish.emulator import dataflow, isa, late_loads
 from quackish.emulator.operands import Operands, Reader, bits_of, refuse, registers_in, width_of
 from quackish.emulator.ptx import (
     Address,
@@ -17,12 +18,14 @@ from quackish.emulator.ptx import (
     Special,
     Symbol,
     Vector,
+    parse,
 )
 from quackish.emulator.threads import Lanes
 from quackish.emulator.wgmma_registers import bits_of_registers, registers_of
 
 Step = Callable[[Lanes], None]
 
+KEPT_MODULES = 64  # that are decoded; decoding a GEMM takes a tenth of its run
 _CONVERGENCE = {"": 0, "members": 1, "warp": 2, "warp group": 3}
 
 
@@ -36,6 +39,8 @@ class BasicBlock(NamedTuple):
     members: Reader | None  # for "members": the mask of each thread
     chosen: Reader | None  # the first instruction's predicate, if it has one: the other threads need not converge
     polls: bool  # see isa.Form
+    flows: list[dataflow.Flow]  # of each instruction
+    touches: frozenset[late_loads.Register]  # the registers of all instructions
 
     @property
     def size(self) -> int:
@@ -52,6 +57,7 @@ class Program(NamedTuple):
     local_bytes: int  # of each thread
     symbols: dict[str, int]  # offsets of shared symbols
     wgmma_bits: dict[int, int]  # row of a 32-bit register that wgmma uses -> its bit
+    read_first: list[late_loads.Register]  # registers that may be read before they are written
 
     def location(self, block: int, index: int) -> str:
         """Where an instruction comes from: its line in the PTX, its source line and its text."""
@@ -61,6 +67,13 @@ class Program(NamedTuple):
     def location_of_end(self, block: int) -> str:
         """The location of a block's last instruction; empty for a block without instructions."""
         return self.location(block, -1) if self.blocks[block].instructions else ""
+
+
+@functools.lru_cache(KEPT_MODULES)
+def programs(text: str) -> tuple[str, dict[str, Program]]:
+    """The target of a module's PTX, and the programs of its entries. Raises PtxError."""
+    module = parse(text)
+    return module.target, {name: decode(entry) for name, entry in module.entries.items()}
 
 
 def decode(entry: Entry) -> Program:
@@ -87,7 +100,10 @@ class _Decoder:
             self._block(i, begin, forms[begin:end]) for i, (begin, end) in enumerate(zip(starts, ends, strict=True))
         ]
         # An entry that ends without `ret` exits.
-        blocks.append(BasicBlock([], lambda lanes: lanes.cta.exit(lanes.mask), [], "", None, None, False))
+        blocks.append(
+            BasicBlock([], lambda lanes: lanes.cta.exit(lanes.mask), [], "", None, None, False, [], frozenset())
+        )
+        following = [self._following(number, block) for number, block in enumerate(blocks)]
         return Program(
             self.entry,
             blocks,
@@ -96,7 +112,17 @@ class _Decoder:
             self.operands.local_bytes,
             self.operands.symbols,
             self._bits_of_rows(),
+            dataflow.read_first([block.flows for block in blocks], following),
         )
+
+    def _following(self, number: int, block: BasicBlock) -> list[int]:
+        """The blocks that may come after a block."""
+        if not block.instructions:
+            return []
+        last = block.instructions[-1]
+        is_branch, is_end = last.opcode in ("bra", "bra.uni"), last.opcode in ("ret", "exit")
+        targets = [self.block_of_label[last.operands[0].name]] if is_branch else []
+        return targets if (is_branch or is_end) and last.predicate is None else [*targets, number + 1]
 
     def _bits_of_rows(self) -> dict[int, int]:
         return {self.operands.rows[name]: bit for name, bit in self.wgmma_bits.items()}
@@ -143,7 +169,13 @@ class _Decoder:
         converged = self._converged(first, forms[0])
         members = self.operands.reader("b32", first.operands[-1], first) if converged == "members" else None
         chosen = self.operands.reader("pred", self._predicate(first), first) if first.predicate is not None else None
-        return BasicBlock(steps, end, instructions, converged, members, chosen, any(form.polls for form in forms))
+        flows = [
+            dataflow.flow_of(instruction, form, self.operands)
+            for instruction, form in zip(instructions, forms, strict=True)
+        ]
+        polls = any(form.polls for form in forms)
+        touches = frozenset().union(*(flow.touches for flow in flows))
+        return BasicBlock(steps, end, instructions, converged, members, chosen, polls, flows, touches)
 
     def _converged(self, instruction: Instruction, form: isa.Form) -> str:
         """`form.converged`, except that a constant member mask of all threads means the warp."""

@@ -1,7 +1,7 @@
-"""Finds reads and writes of global memory that nothing orders after a write of the same launch.
+"""Finds accesses of global memory of which one writes, and which nothing orders in the same launch.
 
-Clocks and events are those of `clocks`. Reads leave no trace here, so a write that comes before another thread's read
-is not found. Reads of tensors that the launch does not write cost nothing.
+Clocks and events are those of `clocks`. Of several threads that have read the same bytes, the last one is known, and of
+reads before the first write of a tensor, so many as MAX_READS. Reads of bulk loads leave no trace here.
 
 Threads of different clusters are ordered by strong operations on global memory:
 
@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from quackish.emulator.clocks import GLOBAL, ORDERED, Clock, Clocks, Shadow, joined, merged, one_of_each
+from quackish.emulator.clocks import GLOBAL, ORDERED, Clock, Clocks, Shadow, joined, merged, one_of_each, threads_of
 from quackish.emulator.dependent_launches import DependentLaunch
-from quackish.emulator.errors import Fault
+from quackish.emulator.errors import Fault, Place
 from quackish.emulator.races import Races
+from quackish.emulator.threads import Lanes
 
 
 class Semantics(NamedTuple):
@@ -48,6 +49,20 @@ def semantics(opcode: str) -> Semantics:
     )
 
 
+MAX_READS = 1 << 14  # loads of a tensor that are kept until something writes it
+
+
+class Read(NamedTuple):
+    """A load of a tensor."""
+
+    lanes: Lanes  # that execute it
+    epochs: np.ndarray  # of their warps
+    addresses: np.ndarray
+    size: int
+    which: Any  # the addresses that are in the tensor
+    place: Callable[[], Place]
+
+
 class GlobalRaces:
     """The accesses of global memory of one launch."""
 
@@ -55,6 +70,7 @@ class GlobalRaces:
         self.races, self.events = races, races.events
         self.dependent = dependent
         self.shadows: dict[tuple[int, int], Shadow] = {}  # by tensor: (address, bytes)
+        self.reads: dict[tuple[int, int], list[Read]] = {}  # of tensors without a shadow
         self.released: dict[int, dict[int, np.ndarray]] = {}  # address -> what an acquire there sees, by cluster
         # (address, cluster) -> what that cluster sees beyond that, because of fences that reach no other one
         self.released_within: dict[tuple[int, int], dict[int, np.ndarray]] = {}
@@ -69,10 +85,12 @@ class GlobalRaces:
             self._synchronize(addresses, meaning)
             if meaning.writes:
                 self._record(tensor, addresses, size, which)
-        elif (shadow := self.shadows.get(tensor)) is not None:
+            return
+        if (shadow := self.shadows.get(tensor)) is not None:
             self._check(tensor, shadow, addresses, size, which)
             if meaning.is_not_coherent:
                 self._check_not_written(tensor, shadow, addresses, size, which)
+        self._record_read(tensor, addresses, size, which)
 
     def write(
         self, tensor: tuple[int, int], addresses: np.ndarray, size: int, which: Any, changes: Callable[[], np.ndarray]
@@ -87,6 +105,8 @@ class GlobalRaces:
             self._synchronize(addresses, meaning, is_store=True)
         elif (shadow := self.shadows.get(tensor)) is not None:
             self._check(tensor, shadow, addresses, size, which, changes)
+        if not meaning.is_strong and (tensor in self.reads or tensor in self.shadows):
+            self._check_reads(tensor, addresses, size, which, changes)
         self._record(tensor, addresses, size, which)
 
     def _check_launch(self, tensor: tuple[int, int], addresses: np.ndarray, size: int, verb: str) -> None:
@@ -101,7 +121,48 @@ class GlobalRaces:
         shadow = self.shadows.get(tensor)
         if shadow is None:
             shadow = self.shadows[tensor] = Shadow(tensor[1])
+            for read in self.reads.pop(tensor, []):
+                self._add_read(tensor, read)
         return shadow
+
+    def _record_read(self, tensor: tuple[int, int], addresses: np.ndarray, size: int, which: Any) -> None:
+        """Records the executing warps as the last readers, or keeps the read until something writes the tensor."""
+        reads = None if tensor in self.shadows else self.reads.setdefault(tensor, [])
+        if reads is not None and len(reads) == MAX_READS:
+            return
+        lanes = self.races.grid.executing
+        warps = self.races.warps(lanes)
+        epochs = lanes.cta.cluster.clocks.seen[ORDERED, warps, warps]
+        read = Read(lanes, epochs, addresses, size, which, self.races.grid.place())
+        if reads is None:
+            self._add_read(tensor, read)
+        else:
+            reads.append(read)
+
+    def _add_read(self, tensor: tuple[int, int], read: Read) -> None:
+        shadow, clocks = self.shadows[tensor], read.lanes.cta.cluster.clocks
+        events = self.events.add(clocks, self.races.warps(read.lanes), read.epochs, False, read.place)
+        granules = shadow.granules(read.addresses[read.which] - np.uint64(tensor[0]), read.size)
+        event = events[threads_of(read.lanes.mask).which[read.which]]
+        shadow.reads[granules, shadow.column(0)] = event[:, None]
+
+    def _check_reads(
+        self, tensor: tuple[int, int], addresses: np.ndarray, size: int, which: Any, changes: Callable[[], np.ndarray]
+    ) -> None:
+        """Reports writes that nothing orders after the last read of their granules. changes: see `write`"""
+        shadow = self._shadow(tensor)
+        granules = shadow.granules(addresses[which] - np.uint64(tensor[0]), size)
+        found = shadow.reads[granules, shadow.column(0)]
+        if not found.any():
+            return
+        clocks, _, warp = self._warps(len(addresses))
+        warp = warp[which]
+        late = self._late(found, clocks, warp[:, None], ORDERED)
+        if late.any():
+            late &= changes()[:, None]
+        for i, j in one_of_each(found, late) if late.any() else ():
+            who = f"warp {warp[i] % self.races.grid.executing.cta.num_warps} writes"
+            self._found(tensor, int(granules[i, j]) * shadow.granule, who, found[i, j], warp[i], "read")
 
     def _warps(self, count: int) -> tuple[Clocks, np.ndarray, np.ndarray]:
         """Returns (clocks, the warps that execute the instruction, the warp of each of its addresses)."""
@@ -259,6 +320,12 @@ class GlobalRaces:
             if late.any():
                 for (i,) in one_of_each(found, late):
                     self._found(tensor, int(granules[i]) * shadow.granule, "asynchronous work writes", found[i])
+        found = shadow.reads[granules, shadow.column(0)]
+        if found.any():
+            late = self._late(found, clocks, warp, ORDERED)
+            for (i,) in one_of_each(found, late) if late.any() else ():
+                where = int(granules[i]) * shadow.granule
+                self._found(tensor, where, "asynchronous work writes", found[i], verb="read")
         event = self.events.add(clocks, [component], epoch, True, self.races.grid.place())[0]
         self.events.is_atomic[event] = adds
         shadow.writes[granules] = event
@@ -310,18 +377,20 @@ class GlobalRaces:
     def _where(tensor: tuple[int, int], offset: int) -> str:
         return f"global memory, byte {offset} of {tensor[1]} at {tensor[0]:#x}"
 
-    def _found(self, tensor: tuple[int, int], offset: int, who: str, event: int, warp: int | None = None) -> None:
-        """Reports an access, and about the write `event` that nothing orders before it."""
+    def _found(
+        self, tensor: tuple[int, int], offset: int, who: str, event: int, warp: int | None = None, verb: str = "write"
+    ) -> None:
+        """Reports an access, and that nothing orders the `event` before it: a write, or a read if the verb says so."""
         cluster, advice = self.races.grid.executing.cta.cluster, ""
         if self.events.is_async[event]:
             missing = "nothing has waited for the end (cp.async.bulk.wait_group, without .read) of asynchronous work"
         elif self.events.cluster[event] == cluster.clocks.number:
-            missing = "no barrier, or release and acquire, puts this after the write"
+            missing = f"no barrier, or release and acquire, puts this after the {verb}"
             advice = "" if warp is None else self.races.advice(cluster, warp, event)
         else:
             missing = (
-                "no release after the write, by its thread or behind a barrier, and acquire before this (such as a "
-                "fence.acq_rel.gpu and an atomic operation) order them; another cluster wrote it"
+                f"no release after the {verb}, by its thread or behind a barrier, and acquire before this (such as a "
+                "fence.acq_rel.gpu and an atomic operation) order them; that is of another cluster"
             )
         self.races.grid.found(
             Fault(
@@ -330,6 +399,6 @@ class GlobalRaces:
                 advice=advice,
                 tensor=self.races.grid.memory.name_of(*tensor),
                 second=self.events.place(event),
-                second_is="the write",
+                second_is=f"the {verb}",
             )
         )

@@ -13,11 +13,13 @@ from quackish.emulator import deadlocks
 from quackish.emulator.barriers import ClusterBarrier
 from quackish.emulator.clocks import Clocks
 from quackish.emulator.completion import Completion
+from quackish.emulator.dataflow import Flow
 from quackish.emulator.decode import Program
 from quackish.emulator.dependent_launches import DependentLaunch, Ended, running
 from quackish.emulator.errors import Fault, Place
 from quackish.emulator.findings import Findings
 from quackish.emulator.global_races import GlobalRaces
+from quackish.emulator.lane_order import LaneOrder
 from quackish.emulator.memory import GlobalMemory
 from quackish.emulator.profile import CountedGlobalRaces, CountedSharedRaces, Profile, Trace
 from quackish.emulator.ptx import Instruction
@@ -33,6 +35,7 @@ from quackish.emulator.threads import (
     warp_masks,
     whole_warps,
 )
+from quackish.emulator.uninitialized import Uninitialized
 
 MAX_CTAS_PER_SM = 32  # compute capabilities 9.0 and 10.x
 RESERVED_SHARED_BYTES = 1024  # the system's part of each CTA's shared memory
@@ -52,12 +55,15 @@ class Cluster:
         self.barrier = ClusterBarrier(self)
         self.meetings: dict[tuple, Any] = {}  # warps that wait for their peer CTA: see isa.tensor_allocation
         self.clocks = Clocks(self.size * -(-grid.num_threads // WARP), grid.num_clusters)
+        self.lane_order = LaneOrder(self.clocks.num_warps)
         grid.num_clusters += 1
         x, y, _ = grid.cluster_dimensions
         self.ctas = [
             Cta(grid, self, rank, (first[0] + rank % x, first[1] + rank // x % y, first[2] + rank // (x * y)))
             for rank in range(self.size)
         ]
+        for cta in self.ctas:
+            cta.uninitialized = Uninitialized(cta)
 
 
 class Grid:
@@ -345,6 +351,7 @@ class Grid:
         """Runs threads from a block on, for as long as nothing sets them apart. Returns the number of blocks run."""
         lanes, warps, count = cta.lanes(mask), num_warps(mask), 0
         others = self._others(cta, mask)
+        uninitialized, undefined = cta.uninitialized, cta.uninitialized.others
         while True:
             current = self.program.blocks[block]
             cta.block = block
@@ -357,9 +364,18 @@ class Grid:
             self._running = cta, lanes, block, steps
             self.executing = lanes
             try:
+                follows = not undefined.keys().isdisjoint(current.touches) if undefined else False
+                known = len(undefined)
                 for step in steps:
-                    step(lanes)
+                    if follows:
+                        uninitialized.follow(lanes, step, self.flow)
+                    else:
+                        step(lanes)
+                        follows = len(undefined) != known
                 self._running = cta, lanes, block, None
+                if follows and len(current.steps) < current.size:
+                    uninitialized.check(lanes, current.flows[-1])
+                    uninitialized.forget(lanes, current.flows[-1])
                 following = current.end(lanes)
             except Fault as fault:
                 fault.place = fault.place or self.place()()
@@ -412,6 +428,12 @@ class Grid:
         """The instruction that executes now."""
         _, _, block, steps = self._running
         return self.program.blocks[block].instructions[self._index(block, steps)]
+
+    @property
+    def flow(self) -> Flow:
+        """The registers of the instruction that executes now."""
+        _, _, block, steps = self._running
+        return self.program.blocks[block].flows[self._index(block, steps)]
 
     @property
     def opcode(self) -> str:

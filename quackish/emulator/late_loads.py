@@ -6,6 +6,7 @@ warp waits for it, or computes with one of its registers. Compilers put moves of
 which assemblers remove, so a move does not finish a load: it is done after it.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 
 from quackish.emulator.threads import Cta, Lanes, warp_mask
@@ -60,7 +61,7 @@ def defer(lanes: Lanes, sources: set[Register], targets: set[Register], move: Ca
     for load, part in found:
         load.registers |= targets
         if cta.grid.completion.late:
-            load.steps.append(lambda part=part: move(part))
+            load.steps.append(functools.partial(cta.uninitialized.follow, part, move, cta.grid.flow))
     if not cta.grid.completion.late:
         pending, cta.pending_loads = cta.pending_loads, {}  # so that the move finishes no load
         move(lanes)

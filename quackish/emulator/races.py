@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from quackish.emulator import lane_order
 from quackish.emulator.advice import Access, barrier_between
 from quackish.emulator.clocks import (
     GLOBAL,
@@ -64,6 +65,7 @@ class AsyncRaces:
         if late.any():
             for i, column in one_of_each(found, late):
                 self._found(granules[i], "writes", "asynchronous work", found[i, column], "read")
+        self._check_fences(granules, found, late, warps, component)
         shadow.writes[granules] = self._async_event(component, epoch)
 
     def _async_event(self, component: int, epoch: int) -> int:
@@ -80,7 +82,13 @@ class AsyncRaces:
         if late.any():
             for (i,) in one_of_each(found, late):
                 self._found(granules[i], verb, "asynchronous work", found[i], "write")
+        self._check_fences(granules, found, late, warps, component)
         return found
+
+    def _check_fences(
+        self, granules: np.ndarray, found: np.ndarray, late: np.ndarray, warps: list[int], component: int
+    ) -> None:
+        """Checks fences between earlier events and work that `warps` issue now. late: events that are reported"""
 
     def _in_order(self, earlier: np.ndarray, component: int) -> np.ndarray:
         """True for earlier components that finish before this one's work without being waited for."""
@@ -129,6 +137,7 @@ class SharedRaces(AsyncRaces):
 
     def __init__(self, races: "Races", cta: Any):
         super().__init__(races, cta, cta.shared.size)
+        self.lane_order = cta.cluster.lane_order
 
     def _where(self, granule: int) -> str:
         return f"shared memory at {granule * self.shadow.granule:#x} of {self.cta}"
@@ -151,12 +160,20 @@ class SharedRaces(AsyncRaces):
         threads, rank_warp = self.races.threads(len(offsets))
         shadow = self.shadow
         granules = shadow.granules(offsets, size)
-        self._check_writes(granules, threads, rank_warp, "reads")
+        found = self._check_writes(granules, threads, rank_warp, "reads")
+        if not found.all() and threads.lane[0] >= 0:
+            self._unwritten(offsets, found == 0)
         numbers = self._event(threads, rank_warp)
         columns = np.array([shadow.column(warp + rank_warp) for warp in threads.warps.tolist()])
         column = columns[threads.which][:, None]
         shadow.reads[granules, column] = numbers[threads.which][:, None]
         shadow.read_lanes[granules, column] = threads.lane[:, None]
+
+    def _unwritten(self, offsets: np.ndarray, is_unwritten: np.ndarray) -> None:
+        """The executing threads load what nobody wrote. is_unwritten: of each offset, and each granule after it"""
+        lanes = self.races.grid.executing
+        what = f"shared memory at {offsets[is_unwritten.any(axis=1)][0]:#x} of {self.cta}"
+        lanes.cta.uninitialized.mark_results(lanes, is_unwritten, what)
 
     def write(self, offsets: np.ndarray, size: int) -> None:
         """The executing threads write `size` bytes at offsets."""
@@ -197,28 +214,46 @@ class SharedRaces(AsyncRaces):
     def _event(self, threads: Threads, rank_warp: int) -> np.ndarray:
         """Adds an event for each warp of the executing threads."""
         actors = threads.warps + rank_warp
-        return self.races.events.add(
+        events = self.races.events.add(
             self.clocks, actors, self.clocks.seen[ORDERED, actors, actors], False, self.races.grid.place()
         )
+        self.lane_order.last_access[actors] = events
+        return events
+
+    def _check_fences(
+        self, granules: np.ndarray, found: np.ndarray, late: np.ndarray, warps: list[int], component: int
+    ) -> None:
+        if self.lane_order.releases:
+            components = self.races.events.component[found]
+            epochs = self.clocks.before_work(ORDERED, warps)[components]
+            lane_order.check_released(self, granules, found, late, epochs)
 
     def _check_writes(
         self, granules: np.ndarray, threads: Threads, rank_warp: int, verb: str, is_atomic: bool = False
-    ) -> None:
-        """Checks that the last writes of granules precede the threads' accesses, unless both are atomic."""
+    ) -> np.ndarray:
+        """Checks that the last writes of granules precede the threads' accesses, unless both are atomic.
+
+        Returns these writes.
+        """
         found = self.shadow.writes[granules]
         if not found.any():
-            return
+            return found
         events = self.races.events
         actor = (threads.warp + rank_warp)[:, None]
         component = events.component[found]
-        late = events.epoch[found] > self.clocks.seen[ORDERED, actor, component]
+        known = self.clocks.seen[ORDERED, actor, component]
+        late = events.epoch[found] > known
         same = component == actor
+        if self.lane_order.releases:
+            lane_order.check_released(self, granules, found, late | same, known)
+        if self.lane_order.waits:
+            lane_order.check_waited(self, granules, found, late | same, threads.warp + rank_warp, threads.lane)
         if same.any():
             lane = threads.lane[:, None]
             late |= (
                 same
                 & (self.shadow.write_lanes[granules] != lane)
-                & (found >= self.clocks.in_warp[actor, lane])
+                & (found >= self.lane_order.in_warp[actor, lane])
                 & (lane >= 0)
             )
         if is_atomic and late.any():
@@ -226,6 +261,7 @@ class SharedRaces(AsyncRaces):
         if late.any():
             for i, j in one_of_each(found, late):
                 self._found(granules[i, j], verb, self._thread(threads, i), found[i, j], "write", actor[i, 0])
+        return found
 
     def _check_reads(self, granules: np.ndarray, threads: Threads, rank_warp: int) -> None:
         """Checks that the last reads of granules precede the threads' writes."""
@@ -236,14 +272,20 @@ class SharedRaces(AsyncRaces):
             return
         actor = threads.warp + rank_warp
         columns = shadow.components()
-        late = events.epoch[found] > self.clocks.seen[ORDERED][actor[:, None], columns][:, None]
+        known = self.clocks.seen[ORDERED][actor[:, None], columns][:, None]
+        late = events.epoch[found] > known
         same = columns == actor[:, None]
+        if self.lane_order.releases:
+            epochs = np.broadcast_to(known, found.shape)
+            lane_order.check_released(self, granules, found, late | same[:, None], epochs)
+        if self.lane_order.waits:
+            lane_order.check_waited(self, granules, found, late | same[:, None], actor, threads.lane)
         if same.any():
             lane = threads.lane[:, None, None]
             late |= (
                 same[:, None]
                 & (shadow.read_lanes[granules, :width] != lane)
-                & (found >= self.clocks.in_warp[actor, threads.lane][:, None, None])
+                & (found >= self.lane_order.in_warp[actor, threads.lane][:, None, None])
                 & (lane >= 0)
             )
         if late.any():
@@ -369,6 +411,12 @@ class Races:
 
     # Order
 
+    def arrive(self, lanes: Any) -> Clock:
+        """`release` at a barrier, where lanes of a warp may arrive without the others."""
+        clocks = lanes.cta.cluster.clocks
+        lanes.cta.cluster.lane_order.release(lanes, clocks, self.first_warp(lanes.cta), self.events.count)
+        return self.release(lanes)
+
     def release(self, lanes: Any) -> Clock:
         """The clock of what the warps of these threads did until now."""
         return lanes.cta.cluster.clocks.release(self.warps(lanes))
@@ -376,6 +424,7 @@ class Races:
     def acquire(self, lanes: Any, clock: Clock | None) -> None:
         """Orders what a clock knows before what these threads do from now on."""
         clocks, warps = lanes.cta.cluster.clocks, self.warps(lanes)
+        lanes.cta.cluster.lane_order.wait(lanes, clocks, self.first_warp(lanes.cta))
         clocks.acquire(warps, clock)
         self.order_warp(lanes)
 
@@ -398,13 +447,35 @@ class Races:
 
     def order_warp(self, lanes: Any) -> None:
         """Orders what threads of these warps did before what the others do from now on."""
-        threads = threads_of(lanes.mask)
-        lanes.cta.cluster.clocks.in_warp[threads.warp + self.first_warp(lanes.cta), threads.lane] = self.events.count
+        lanes.cta.cluster.lane_order.synchronize(lanes, self.first_warp(lanes.cta), self.events.count)
 
     def now(self, lanes: Any) -> tuple[int, int]:
         """Returns (warp, epoch) of what the first of the threads does now."""
         warp = int(self.warps(lanes)[0])
         return warp, int(lanes.cta.cluster.clocks.seen[ORDERED, warp, warp])
+
+    def epochs(self, lanes: Any) -> dict[int, int]:
+        """The components of the warps of these threads, and their epochs now."""
+        warps = self.warps(lanes)
+        return dict(zip(warps.tolist(), lanes.cta.cluster.clocks.seen[ORDERED, warps, warps].tolist(), strict=True))
+
+    def check_arrival(self, lanes: Any, barrier: Any, last: dict[int, int]) -> None:
+        """Checks that arrivals of these threads come after those of the barrier's last phase, those of their CTA."""
+        # Threads that arrive at a barrier before or after it completes, as it happens, take part in another phase.
+        clocks, warps, first = lanes.cta.cluster.clocks, self.warps(lanes), self.first_warp(lanes.cta)
+        components, epochs = np.array(list(last), np.intp), np.array(list(last.values()))
+        late = clocks.seen[ORDERED, warps[:, None], components] < epochs
+        late &= (first <= components) & (components < first + lanes.cta.num_warps)
+        if late.any():
+            i, j = np.argwhere(late)[0]
+            self.grid.found(
+                Fault(
+                    "barrier-phase",
+                    f"nothing orders an arrival of warp {warps[i] - first} after the last phase, in which warp "
+                    f"{components[j] - first} has arrived: it might have come in that phase: {barrier}",
+                    advice="each group of threads needs a barrier of its own, which expects all of its arrivals",
+                )
+            )
 
     def check_initialized(self, lanes: Any, barrier: Any) -> None:
         # "Performing any mbarrier operation except mbarrier.init on an uninitialized mbarrier object results in
@@ -487,7 +558,9 @@ class Races:
     def store_from(self, cta: Any, granules: np.ndarray, thread: int) -> None:
         """A thread issues a bulk store, which reads shared memory."""
         component, epoch = self.group(cta, ("bulk", thread))
-        cta.shared.races.read_later(granules, [self.first_warp(cta) + thread // WARP], component, epoch)
+        warp = self.first_warp(cta) + thread // WARP
+        cta.shared.races.read_later(granules, [warp], component, epoch)
+        lane_order.check_issuer(cta.shared.races, granules, warp, thread % WARP)
 
     def store_to(self, cta: Any, addresses: np.ndarray, size: int, thread: int) -> None:
         """A thread issues a bulk store, which writes rows of global memory."""
@@ -513,8 +586,10 @@ class Races:
     def product_of(self, cta: Any, thread: int) -> tuple[list[int], int, int]:
         """Returns ([warp], component, epoch) of a tcgen05.mma that a thread issues."""
         component, epoch = self.group(cta, ("tcgen05.mma", thread))
+        warp = self.first_warp(cta) + thread // WARP
         cta.cluster.clocks.products.add(component)
-        return [self.first_warp(cta) + thread // WARP], component, epoch
+        cta.cluster.clocks.own_tensor_access(warp, component)
+        return [warp], component, epoch
 
     def arrive_remotely(self, lanes: Any, barrier: Any) -> None:
         """Records an arrival of these threads, before its release, if the mbarrier is in another CTA."""

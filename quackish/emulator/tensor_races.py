@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from quackish.emulator.clocks import GRANULE, ORDERED
+from quackish.emulator.clocks import FENCED, GRANULE, ORDERED, one_of_each
 from quackish.emulator.errors import Fault
 from quackish.emulator.races import AsyncRaces, Races
 
@@ -30,6 +30,31 @@ class TensorRaces(AsyncRaces):
         groups = np.flatnonzero(np.bincount(lanes.reshape(-1) // GROUP, minlength=LANES // GROUP))
         return (groups[:, None] * COLUMNS + np.arange(column, column + count)).reshape(-1)
 
+    def _check_fences(
+        self, granules: np.ndarray, found: np.ndarray, late: np.ndarray, warps: list[int], component: int
+    ) -> None:
+        # "The tcgen05.fence::before_thread_sync orders all the prior asynchronous tcgen05 operations with respect to
+        # the subsequent tcgen05 and the execution ordering operations. The tcgen05.fence::after_thread_sync orders all
+        # the subsequent asynchronous tcgen05 operations with respect to the prior tcgen05 and the execution ordering
+        # operations." tcgen05.commit implies the first one. (PTX, tcgen05.fence and tcgen05.commit)
+        (warp,), events, clocks = warps, self.races.events, self.clocks
+        missing = (events.epoch[found] > clocks.fenced[warp, events.component[found]]) & ~late
+        if missing.any():
+            missing &= ~self._in_order(events.component[found], component)
+        for index in one_of_each(found, missing) if missing.any() else ():
+            event = found[tuple(index)]
+            is_before = events.epoch[event] <= clocks.seen[FENCED, warp, events.component[event]]
+            which = "after_thread_sync behind" if is_before else "before_thread_sync in front of"
+            self.races.grid.found(
+                Fault(
+                    "tensor-memory-fence",
+                    f"no tcgen05.fence::{which} the barrier between two threads' accesses of "
+                    f"{self._where(granules[index[0]])}",
+                    second=events.place(event),
+                    second_is="the first access",
+                )
+            )
+
     # Loads and stores of a warp
 
     def load(self, warp: int, lanes: np.ndarray, column: int, count: int) -> int:
@@ -37,6 +62,14 @@ class TensorRaces(AsyncRaces):
         warps, component, number = self._begin("tcgen05.ld", warp)
         self.read_later(self.granules(lanes, column, count), warps, component, number)
         return number
+
+    def are_written(self, lanes: np.ndarray, column: int, count: int) -> bool:
+        """True if `count` columns in the groups of these lanes have been written since their allocation."""
+        return bool(self.shadow.writes[self.granules(lanes, column, count)].all())
+
+    def unwritten(self, lanes: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        """Which of these words have not been written since their allocation."""
+        return self.shadow.writes[lanes // GROUP * COLUMNS + columns] == 0
 
     def loaded(self, warp: int, number: int) -> None:
         """A warp has waited for its loads, or computes with a register that the load wrote.
@@ -58,7 +91,10 @@ class TensorRaces(AsyncRaces):
         """Starts a group of one access. Returns (warps, component, epoch), as `read_later` takes them."""
         component, epoch = self.races.group(self.cta, (kind, warp))
         self.races.commit(self.cta, (kind, warp))
-        return [self.races.first_warp(self.cta) + warp], component, epoch
+        number = self.races.first_warp(self.cta) + warp
+        self.clocks.loads_and_stores.add(component)
+        self.clocks.own_tensor_access(number, component)
+        return [number], component, epoch
 
     def _learn(self, kind: str, warp: int, number: int) -> None:
         """Records that a warp has waited for its accesses up to a number."""

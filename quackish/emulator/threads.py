@@ -205,6 +205,7 @@ class Cta:
         self.num_warps = -(-self.num_threads // WARP)
         directives = grid.program.entry.directives
         self.register_pool = RegisterPool(self, registers_at_launch(directives, self.num_threads, grid.gpu))
+        self.uninitialized: Any = None  # uninitialized.Uninitialized, which `grid.Cluster` sets
         self.shared = SharedMemory(grid.shared_bytes)
         self.local = LocalMemory(self.num_threads, grid.program.local_bytes)
         self.shared.races = grid.shared_races(grid.races, self)
@@ -217,6 +218,7 @@ class Cta:
         self.is_slow, self.slow_threads = False, 0  # see grid.Grid._slow_down
         self.mbarriers: dict[int, Any] = {}  # offset in shared memory -> barriers.Mbarrier
         self.named_barriers: dict[int, Any] = {}
+        self.past_barriers: dict[int, dict[int, int]] = {}  # number -> arrivals of its last phase
         self.failed_waits: set = set()  # attempts of mbarrier.try_wait; with late completion, each fails once
         self.expired_waits = 0  # threads whose time limit in mbarrier.try_wait has passed; see grid.Grid._expire_waits
         self.sm = 0  # the SM where it is resident

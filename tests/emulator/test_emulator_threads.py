@@ -7,7 +7,7 @@ import pytest
 
 from quackish.emulator import Fault, PtxError
 from quackish.gpu import H200
-from tests.emulator.ptx import execute, kernel, launch
+from tests.emulator.ptx import execute, kernel, launch, record
 
 U32 = np.uint32
 LANES = np.arange(32, dtype=U32)
@@ -309,7 +309,7 @@ def test_shared_memory_is_poisoned():
         ".shared .align 4 .b8 buffer[64];",
     )
     out = zeros(1)
-    launch(text, out)
+    record(text, out, all_races=True)
     assert np.isnan(out.view(np.float32)[0])
 
 
@@ -680,10 +680,11 @@ def test_loads_and_stores_of_shared_memory_of_several_ctas():
         @!%p st.shared::cluster.u32 [%a], %v; {both}
         xor.b32 %n, %n, %r; mapa.shared::cluster.u32 %a, %m, %n; ld.shared::cluster.u32 %v, [%a];
         mad.lo.u32 %t, %r, 4, %t; mad.wide.u32 %o, %t, 4, %out; st.global.u32 [%o], %v; {both}"""
-    launch(
+    report = record(
         kernel(body, "out", NEIGHBOR_REGISTERS + ".reg .b32 %t;", BUFFER), out,
-        grid=(2, 1, 1), block=(4, 1, 1), cluster=(2, 1, 1),
+        grid=(2, 1, 1), block=(4, 1, 1), cluster=(2, 1, 1), all_races=True,
     )  # fmt: skip
+    assert [finding.rule for finding in report.findings] == ["uninitialized"]
     poison = out.tolist()[4]
     # CTA 0 reads what CTA 1 stored in words 0 and 2, and its own words 1 and 3 in CTA 1; CTA 1 reads the other words.
     assert out.tolist() == [10, 1, 12, 3, poison, poison, poison, poison]

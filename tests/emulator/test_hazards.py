@@ -136,6 +136,91 @@ def test_an_mbarrier_used_before_all_know_it():
         run(MBARRIER.format(sync="", after=""))
 
 
+PRODUCER = """
+setp.ge.u32 %p, %t, 32; @%p bra CONSUMER;
+bar.arrive 2, 64; {0} bar.arrive 2, 64; bra END;
+CONSUMER: bar.sync 2, 64; {0} bar.sync 2, 64;
+END:
+"""
+
+
+@pytest.mark.parametrize(
+    "right, wrong, threads",
+    [
+        # Two pairs of warps, with one barrier each or with the same one.
+        ("bar.sync %b, 64;", "bar.sync 1, 64;", 128),
+        ("setp.lt.u32 %p, %t, 64; @%p bar.sync 1, 64; @!%p bar.sync 2, 96;",
+         "setp.lt.u32 %p, %t, 64; @%p bar.sync 1, 64; @!%p bar.sync 1, 96;", 160),
+        # A lane of each warp releases an accumulator. Then all lanes of one do.
+        ("@%p mbarrier.arrive.shared.b64 _, [%s];", "@%p mbarrier.arrive.shared.b64 _, [%s+8];", 128),
+        ("mbarrier.arrive.shared.b64 _, [%s+16];", "mbarrier.arrive.shared.b64 _, [%s];", 32),
+        # Each warp has an mbarrier, or two of them have the same one.
+        ("mbarrier.arrive.shared.b64 _, [%m];", "mbarrier.arrive.shared.b64 _, [%s+32];", 64),
+        # The producer arrives again, and waits for the consumer before or not.
+        (PRODUCER.format("bar.sync 1, 64;"), PRODUCER.format(""), 64),
+    ],
+)  # fmt: skip
+def test_groups_that_may_arrive_in_one_phase(right, wrong, threads):
+    """Whichever group comes first in this run. The mbarriers expect 4 arrivals, 1, 32, 32 and 32."""
+    begin = """
+        @%first mbarrier.init.shared.b64 [%s], 4; @%first mbarrier.init.shared.b64 [%s+8], 1;
+        @%first mbarrier.init.shared.b64 [%s+16], 32; @%first mbarrier.init.shared.b64 [%s+32], 32;
+        @%first mbarrier.init.shared.b64 [%s+40], 32; bar.sync 0;
+        shr.u32 %m, %t, 5; mad.lo.u32 %m, %m, 8, %s; add.u32 %m, %m, 32;
+        shr.u32 %b, %t, 6; add.u32 %b, %b, 1; and.b32 %a, %t, 31; setp.eq.u32 %p, %a, 0;"""
+    check(begin + right, begin + wrong, "barrier-(phase|count)", threads=threads)
+
+
+ARRIVE_ALONE = """
+    @%first mbarrier.init.shared.b64 [%s], 1; bar.sync 0; add.u32 %a, %a, 1024; setp.ge.u32 %p, %t, 32; @%p bra WAIT;
+    {before} {sync} @%first mbarrier.arrive.shared.b64 _, [%s]; bra END;
+    WAIT: mbarrier.try_wait.parity.shared.b64 %p, [%s], 0; @!%p bra WAIT; {after} END:
+"""
+WAIT_ALONE = """
+    @%first mbarrier.init.shared.b64 [%s], 32; bar.sync 0; add.u32 %a, %a, 1024; setp.lt.u32 %p, %t, 32; @%p bra WRITE;
+    setp.ne.u32 %p, %t, 32; @%p bra JOIN;
+    WAIT: mbarrier.try_wait.parity.shared.b64 %p, [%s], 0; @!%p bra WAIT;
+    JOIN: {sync} ld.shared.u32 %v, [%a+-128]; bra END;
+    WRITE: st.shared.u32 [%a], %t; mbarrier.arrive.shared.b64 _, [%s]; END:
+"""
+STORE_ALONE = """
+    st.shared.u32 [%a], %t; fence.proxy.async.shared::cta; {sync} @!%first bra END;
+    cp.async.bulk.global.shared::cta.bulk_group [%out], [%s], 128;
+    cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; END:
+"""
+
+
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        (
+            ARRIVE_ALONE.replace("{before}", "st.shared.u32 [%a], %t;").replace(
+                "{after}", "ld.shared.u32 %v, [%a+-128];"
+            ),
+            "lane-race: another lane of warp 0 .* has arrived",
+        ),
+        (
+            ARRIVE_ALONE.replace("{before}", "ld.shared.u32 %v, [%a];").replace(
+                "{after}", "st.shared.u32 [%a+-128], 7;"
+            ),
+            "lane-race: another lane of warp 0 .* has arrived",
+        ),
+        (WAIT_ALONE, "lane-race: another lane than .* has waited|shared-race"),
+        (STORE_ALONE, "lane-race: lane 0 issues work"),
+    ],
+)
+def test_one_lane_acts_for_its_warp(body, message):
+    check(body.format(sync="bar.warp.sync -1;"), body.format(sync=""), message, threads=32 if "bulk" in body else 64)
+
+
+def test_one_lane_acts_for_itself():
+    """It need not wait for the other lanes, which access nothing."""
+    alone = ARRIVE_ALONE.replace("{before}", "@%first st.shared.u32 [%a], %t;").replace("{sync}", "")
+    read = "setp.eq.u32 %p, %t, 32; @%p ld.shared.u32 %v, [%a+-128];"
+    for seed in SEEDS:
+        run(alone.replace("{after}", read), seed=seed)
+
+
 # Clusters
 
 REMOTE = """
@@ -321,6 +406,23 @@ def test_a_fence_of_the_cta_orders_warps_of_the_cta():
 
 
 WRITES = "setp.ge.u32 %p, %t, 32; shr.u32 %v, %t, {shift}; and.b32 %a, %t, 31; mad.wide.u32 %o, %a, 4, %out;"
+
+
+@pytest.mark.parametrize("ctas", [1, 2])
+def test_global_memory_written_before_others_have_read(ctas):
+    """By a thread or a bulk store of another warp or CTA: whichever access this seed's run comes to first."""
+    one, other = ("%t, 32", "%t, 32") if ctas == 1 else ("%r, 1", "%r, 1")
+    body = f"""
+        mov.u32 %r, %ctaid.x; st.shared.u32 [%a], %t; fence.proxy.async.shared::cta; bar.sync 0;
+        setp.lt.u32 %p, {one}; @%p ld.global.u32 %v, [%out]; {{}}
+        setp.eq.and.u32 %p, {other}, %q; {{}}"""
+    barrier = "bar.sync 0;" if ctas == 1 else "barrier.cluster.arrive; barrier.cluster.wait;"
+    start = ".reg .pred %q; setp.eq.u32 %q, %t, 32;"
+    store = "@%p st.global.u32 [%out], 7;"
+    bulk = "@%p cp.async.bulk.global.shared::cta.bulk_group [%out], [%s], 16; @%p cp.async.bulk.commit_group; "
+    for write in store, bulk + "@%p cp.async.bulk.wait_group 0;":
+        right, wrong = (start + body.format(order, write) for order in (barrier, ""))
+        check(right, wrong, r"global-race: .*(read|write)s global memory", ctas=ctas)
 
 
 def test_two_writes_of_global_memory():

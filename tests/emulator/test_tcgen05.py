@@ -39,22 +39,24 @@ def operands():
 
 
 def multiply(ctas, completion, seed, change=lambda ptx: ptx):
-    """(whether the product is right, the launch's report)."""
+    """(whether the product is right, the report)."""
     a, b, truth = operands()
     d = torch.full((M, N), float("nan"))
     code = exported(ctas)
     kernel = emulator.Kernel(code._replace(ptx=change(code.ptx)), B200, "toy_tcgen05")
     with emulator.record(completion, seed) as report:
         kernel(a.data_ptr(), b.data_ptr(), d.data_ptr(), M, N, K, CLUSTERS, 0)
-    return torch.equal(d, truth), report.launches[0]
+    return torch.equal(d, truth), report
 
 
 @pytest.mark.parametrize("ctas", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_a_gemm_is_right_and_its_counts_are_the_same(ctas):
     counts = set()
     for completion, seed in (AT_ONCE, 0), (LATE, 0), (LATE, 1), (LATE, 2):
-        right, launch = multiply(ctas, completion, seed)
+        right, report = multiply(ctas, completion, seed)
         assert right, (completion, seed)
+        assert not report.findings
+        (launch,) = report.launches
         counts.add((launch.mmas, launch.flops, launch.barrier_phases, launch.bytes_read, launch.tensor_memory_columns))
     ((mmas, flops, *_, columns),) = counts
     tiles = -(-M // (128 * ctas)) * -(-N // 64)
@@ -105,12 +107,14 @@ MISTAKES = {
     ),
     "instruction of fp16": Mistake(PRODUCT, 0, with_descriptor("xor.b32 %changed, D, 0x480"), WRONG, AT_ONCE),
     "instruction of fewer columns": Mistake(
-        PRODUCT, 0, with_descriptor("xor.b32 %changed, D, 0x180000"), WRONG, AT_ONCE
+        PRODUCT, 0, with_descriptor("xor.b32 %changed, D, 0x180000"), "nothing wrote"
     ),
     "instruction of columns beyond the allocation": Mistake(
         PRODUCT, 0, with_descriptor("xor.b32 %changed, D, 0x80000"), "columns 0 to 95"
     ),
-    "instruction of half the rows": Mistake(PRODUCT, 0, with_descriptor("xor.b32 %changed, D, 0xc000000"), WRONG),
+    "instruction of half the rows": Mistake(
+        PRODUCT, 0, with_descriptor("xor.b32 %changed, D, 0xc000000"), "nothing wrote"
+    ),
     "instruction with a reserved bit": Mistake(
         PRODUCT, 0, with_descriptor("or.b32 %changed, D, 0x40"), "reserved bits set"
     ),
@@ -119,13 +123,13 @@ MISTAKES = {
     ),
     "accumulator not allocated": Mistake(PRODUCT, 0, product(d=r"\2+32"), "columns 32 to 95"),
     "accumulator at an odd lane": Mistake(PRODUCT, 0, product(d=r"\2+0x200000"), "into lane 32"),
-    "first product adds": Mistake(PRODUCT, 0, product(rest=r"{0, 0, 0, 0}, 1"), WRONG, AT_ONCE),
+    "first product adds": Mistake(PRODUCT, 0, product(rest=r"{0, 0, 0, 0}, 1"), "adds to tensor memory"),
     "lanes disabled": Mistake(PRODUCT, 0, product(rest=r"{0, 4, 0, 0}, 0"), WRONG, AT_ONCE),
     "group of another size": Mistake(r"tcgen05\.mma\.cta_group::1", 0, "tcgen05.mma.cta_group::2", "operands fit none"),
     "quarter of another warp": Mistake(LOAD, 0, r"\1[\2+0x200000];", "its lanes are"),
     "column of another tile": Mistake(LOAD, 0, r"\1[\2+1];", "columns 1 to 64"),
     "accumulator released before it is loaded": Mistake(r"tcgen05\.wait::ld\.sync\.aligned;", 0, "", RACE, AT_ONCE),
-    "accumulator read before it is announced": Mistake(TRY_WAIT, 6, SKIP, RACE, AT_ONCE),
+    "accumulator read before it is announced": Mistake(TRY_WAIT, 6, SKIP, "nothing wrote", AT_ONCE),
     "accumulator never released": Mistake(RELEASE, 0, "", DEADLOCK),
     "allocation of a size that is no power of 2": Mistake(ALLOCATION, 0, r"\1, 96;\2", "alloc of 96 columns"),
     "allocation too small": Mistake(ALLOCATION, 0, r"\1, 32;\2", "access of tensor memory"),
@@ -189,9 +193,39 @@ def ptx_without_fences(ptx):
     return ptx.replace("tcgen05.fence::before_thread_sync;", "")
 
 
+def test_one_address_for_all_warps_is_formal():
+    same = "{ .reg .b32 %same; and.b32 %same, \\2, 0xffff; \\1[%same]; }"
+    right, report = multiply(1, LATE, 0, lambda ptx: re.sub(LOAD, same, ptx))
+    assert right
+    assert {(finding.rule, finding.severity) for finding in report.findings} == {
+        ("tensor-memory-first-lanes", "formal")
+    }
+
+
 def test_lanes_of_the_first_warp_mean_the_warps_own():
     (form,) = forms.isa.load()["tcgen05.ld.sync.aligned.32x32b.x2.b32"]
     (case,) = forms.cases_of(form)
     own, same = "and.b32 %mine, %w, 96;", "and.b32 %mine, %w, 0;"
     assert own in case.body
     assert not case.differences(emulate(dataclasses.replace(case, body=case.body.replace(own, same))))
+
+
+FENCES = {
+    "before_thread_sync in front of": r"tcgen05\.fence::before_thread_sync;",  # at the epilogue's release
+    "after_thread_sync behind": r"tcgen05\.fence::after_thread_sync;",  # at its wait, the last one
+}
+
+
+@pytest.mark.parametrize("missing", FENCES)
+def test_barriers_that_hand_over_tensor_memory_need_fences(missing):
+    """Cards run this kernel without them: the right numbers come with a finding."""
+
+    def changed(ptx):
+        fence = list(re.finditer(FENCES[missing], ptx))[-1]
+        return ptx[: fence.start()] + ptx[fence.end() :]
+
+    for completion in AT_ONCE, LATE:
+        right, report = multiply(2, completion, 0, changed)
+        assert right
+        assert {(finding.rule, finding.severity) for finding in report.findings} == {("tensor-memory-fence", "formal")}
+        assert all(f"no tcgen05.fence::{missing} the barrier" in finding.message for finding in report.findings)

@@ -168,14 +168,27 @@ def _arrive_at(lanes, addresses, counts, sizes=None):
     at = [mbarrier_at(lanes, address) for address in addresses.tolist()]
     for barrier in at:
         races.arrive_remotely(lanes, barrier)
-    clock = races.release_relaxed(lanes) if is_relaxed else races.release(lanes)
+    lanes.cta.cluster.clocks.has_relaxed_arrivals |= is_relaxed
+    for barrier in set(at):
+        _check_phase(lanes.cta.lanes(lanes.subset_of_active(np.array([each is barrier for each in at]))), barrier)
+    clock = races.release_relaxed(lanes) if is_relaxed else races.arrive(lanes)
     for i, barrier in enumerate(at):
         barrier.arrived = joined(barrier.arrived, clock)
         states.append(barrier.phase)
         if sizes is not None:
             barrier.expect(int(sizes[i]))
         barrier.arrive(int(counts[i]) if np.ndim(counts) else counts)
+    if len(set(zip(at, states, strict=True))) > len(set(at)):
+        lanes.cta.grid.found(Fault("barrier-phase", f"threads arrive together, and not in the same phase: {at[0]}"))
     return np.array(states, np.uint64)
+
+
+def _check_phase(lanes, barrier):
+    """Checks that arrivals come after those of the last phase; of relaxed ones it is not known what they come after."""
+    races = lanes.cta.grid.races
+    if barrier.last_arrivals and not lanes.cta.cluster.clocks.has_relaxed_arrivals:
+        races.check_arrival(lanes, barrier, barrier.last_arrivals)
+    barrier.arrivals |= races.epochs(lanes)
 
 
 @action(
@@ -268,7 +281,9 @@ def _try_wait(lanes, following, writers, offset, parity):
 def _observe(lanes, barrier):
     """Orders the end of the mbarrier's last phase before what these threads do next; `.relaxed`, behind a fence."""
     races, barrier.observed = lanes.cta.grid.races, barrier.phase
-    (races.acquire_at_fence if ".relaxed" in lanes.cta.grid.opcode else races.acquire)(lanes, barrier.completed)
+    is_relaxed = ".relaxed" in lanes.cta.grid.opcode
+    lanes.cta.cluster.clocks.has_relaxed_arrivals |= is_relaxed
+    (races.acquire_at_fence if is_relaxed else races.acquire)(lanes, barrier.completed)
 
 
 @action(f"mbarrier.test_wait{_SCOPES}", "pred = [u32], u64", polls=True)

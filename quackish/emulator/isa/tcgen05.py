@@ -99,6 +99,9 @@ class _Product:
                 member.shared.races.read_later(_granules(member, self.a, rows, shape.a, shape.mn_major_a), *issuer)
             rows = shape.n // len(ctas)
             member.shared.races.read_later(_granules(member, self.b, rows, shape.b, shape.mn_major_b), *issuer)
+            if self.adds and not member.tensor_races.are_written(lanes, self.d.column, columns):
+                where = f"tensor memory from column {self.d.column} on of {member}"
+                cta.grid.found(Fault("uninitialized", f"tcgen05.mma adds to {where}, which nothing wrote"))
             member.tensor_races.write_later(member.tensor_races.granules(lanes, self.d.column, columns), *issuer)
 
     def multiply(self):
@@ -310,14 +313,15 @@ for _group in (1, 2):
 
 
 def _place(warp, position, addresses, shape, fragment):
-    """The (lane, column) of a warp's access. Raises Fault for lanes of another warp.
-
-    Lanes of the first warp mean a warp's own lanes: kernels that run on cards give all warps the same address.
-    """
+    """The (lane, column) of a warp's access. Raises Fault for lanes of another warp."""
     address = matrices.tensor_address(uniform(addresses, position, "taddr"))
     (number,) = warp.warps()
     first = 32 * (number % 4)
-    if address.lane < 32:
+    if address.lane < 32 and first:
+        # The warps of a warp group can access lanes 0 to 31, 32 to 63 and so on. (PTX, Access restrictions). On cards,
+        # lanes of the first warp mean a warp's own lanes: there are kernels that give all warps the same address.
+        what = f"warp {number} accesses tensor memory from lane {address.lane} on, which is the first warp's"
+        warp.cta.grid.found(Fault("tensor-memory-first-lanes", f"{what}; its own lanes begin at {first}"))
         address = address._replace(lane=address.lane + first)
     starts = (first,) if shape == "32x32b" else (first, first + 16)
     if address.lane not in starts:
@@ -343,7 +347,10 @@ def _load(lanes, rows, addresses, shape, fragment, packed):
         address = _place(warp, position, addresses, shape, fragment)
         (number,) = warp.warps()
         load = _loader(warp, rows, address, fragment, packed)
-        epoch = cta.tensor_races.load(number, address.lane + fragment.lanes, address.column, fragment.width)
+        place = address.lane + fragment.lanes, address.column, fragment.width
+        if not cta.tensor_races.are_written(*place):
+            load = _marking(load, warp, rows, address, fragment)
+        epoch = cta.tensor_races.load(number, *place)
         late_loads.begin(cta, number, (("b32", row) for row in rows), load, epoch)
 
 
@@ -361,6 +368,23 @@ def _loader(warp, rows, address, fragment, packed):
         registers[target, warp.span] = words
 
     return load
+
+
+def _marking(load, warp, rows, address, fragment):
+    """Wraps the load of words of which nobody has written all."""
+    cta = warp.cta
+    unwritten = cta.tensor_races.unwritten(address.lane + fragment.lanes, address.column + fragment.columns)
+    unwritten = np.broadcast_to(unwritten, (len(rows), WARP))
+    what, place = f"tensor memory from column {address.column} on of {cta}", cta.grid.place()
+
+    def load_and_mark():
+        load()
+        for row, words in zip(rows, unwritten, strict=True):
+            differs = np.zeros(cta.num_threads, np.bool_)
+            differs[warp.span] = words
+            cta.uninitialized.mark(("b32", row), differs, what, place)
+
+    return load_and_mark
 
 
 def _store(lanes, values, addresses, shape, fragment, unpacked):
@@ -445,4 +469,10 @@ def fence(lanes):
 
     It waits for none. Here it orders other accesses as well.
     """
-    lanes.cta.grid.races.fence(lanes, lanes.cta.grid.opcode)
+    races, opcode, clocks = lanes.cta.grid.races, lanes.cta.grid.opcode, lanes.cta.cluster.clocks
+    warps = races.warps(lanes).tolist()
+    if "before" in opcode:
+        clocks.fence_before_sync(warps)
+    races.fence(lanes, opcode)
+    if "after" in opcode:
+        clocks.fence_after_sync(warps)
