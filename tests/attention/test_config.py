@@ -159,7 +159,7 @@ def test_every_problem_has_a_legal_config():
         (AttentionForwardProblem, (2, 32, 2), "tile is 32; expected one of 128, 64"),
         (AttentionForwardProblem, (2, 64, 0), "num_stages is 0; expected at least 1"),
         (AttentionForwardProblem, (2, 64, 2, 3), "own_stages is 3; expected 1 or 2"),
-        (AttentionBiasProblem, (2, 64, 2, 2), "own_stages is 2; expected 1: this kernel keeps no tiles"),
+        (AttentionProductProblem, (2, 64, 2, 2), "own_stages is 2; expected 1: this kernel keeps no tiles"),
         (AttentionQueriesProblem, (2, 64, 1), "num_stages is 1; expected at least 2"),
         (AttentionForwardProblem, (3, 128, 2), "about 200 registers per thread, of 160; expected a"),
         (AttentionForwardProblem, (2, 128, 4), "expected fewer stages or a smaller tile"),
@@ -175,6 +175,9 @@ def test_the_order_of_tiles_is_one_of_128_rows():
 
 
 def test_parts_of_a_broadcast_sum():
-    assert bias_parts(64, 1, 2048, 2048, 132) == 1  # 512 tiles occupy the GPU
-    assert bias_parts(64, 1, 256, 256, 132) == 33  # 8 tiles
-    assert bias_parts(3, 1, 64, 64, 132) == 3  # at most one part per head
+    assert bias_parts(64, 1, 2048, 2048, 64, 132) == 1  # 512 tiles occupy the GPU
+    assert bias_parts(64, 1, 256, 256, 64, 132) == 33  # 8 tiles
+    assert bias_parts(3, 1, 64, 64, 64, 132) == 3  # at most one part per head
+    assert bias_parts(768, 4, 768, 768, 32, 132) == 7  # 144 tiles: 1008 in 8 turns of 132
+    assert bias_parts(256, 4, 256, 256, 32, 132) == 8  # 16 tiles: one turn of 128
+    assert bias_parts(1, 64, 768, 768, 32, 132) == 1

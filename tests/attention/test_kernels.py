@@ -59,6 +59,18 @@ def test_broadcast_bias_emulated(where):
     assert_right(got, truth(args), FP16)
 
 
+@pytest.mark.parametrize("mask", [(3, 1, 1, 136), pytest.param((3, 2, 1, 136), marks=pytest.mark.exhaustive)])
+def test_mask_of_keys_emulated(mask):
+    """A bias of all batches: some tiles without keys, some with all, and one batch without keys."""
+    args = case(3, 2, 70, 136, 32, bias=(1, 2, 70, 136), mask=mask)
+    keep = args["attn_mask"]
+    keep[0], keep[1, ..., :128], keep[2, ..., :128] = False, False, True
+    with emulated(QUICK) as report:
+        got = step(args)
+    assert launches(report)[:2] == ["attention_mask", "attention_fwd"]  # no order of tiles
+    assert_right(got, truth(args))
+
+
 @pytest.mark.parametrize("where", [QUICK, pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_large_scores(where):
     """Biases of -1e9 for all keys of the first tile, of 1e30 and others: as exact as scores in fp32.

@@ -5,6 +5,7 @@ The numbers that differ between kernels are class attributes of their problems.
 
 import dataclasses
 
+from quackish.device.work import ceil_div
 from quackish.errors import UnsupportedError
 from quackish.gpu import Gpu
 from quackish.ops.attention.arguments import BLOCK, MAX_D, ORDERED
@@ -61,7 +62,7 @@ class AttentionRowsConfig:
 
 
 def attention_smem_bytes(problem: AttentionProblem, config: AttentionConfig) -> int:
-    own = len(problem.own) * config.own_stages * config.rows * problem.d * 2
+    own = config.own_stages * problem.own_bytes(config.rows, config.tile)
     stages = config.num_stages * problem.stage_bytes(config.rows, config.tile)
     return own + stages + problem.result_bytes(config.rows, config.tile) + 1024  # barriers and alignment
 
@@ -81,15 +82,16 @@ def own_in_registers(problem: AttentionProblem, config: AttentionConfig) -> int:
 def keys_ahead(problem: AttentionProblem, config: AttentionConfig) -> bool:
     """True if the kernel for dk and dv starts the next tile's scores before it ends this tile.
 
-    That takes registers for ds beside the scores, which masks do not leave, and another stage.
+    That takes registers for ds beside the scores, which masks of scores do not leave, and another stage.
     """
     needed = problem.live_registers(config.tile) + config.tile // 4
-    return not problem.mask and config.num_stages > 1 and needed <= REGISTERS[config.num_wgs][1]
+    masks = problem.mask and not problem.mask_of_keys
+    return not masks and config.num_stages > 1 and needed <= REGISTERS[config.num_wgs][1]
 
 
 def attention_why_illegal(problem: AttentionProblem, config: AttentionConfig, gpu: Gpu) -> str | None:
     if config.own_stages not in problem.own_stages:
-        expected = "1 or 2" if problem.own else "1: this kernel keeps no tiles"
+        expected = "1 or 2" if len(problem.own_stages) > 1 else "1: this kernel keeps no tiles"
         return f"own_stages is {config.own_stages}; expected {expected}"
     if config.num_wgs not in REGISTERS:
         return f"num_wgs is {config.num_wgs}; expected 2 or 3"
@@ -129,10 +131,18 @@ def attention_config(problem: AttentionProblem, gpu: Gpu) -> AttentionConfig:
     raise UnsupportedError(f"scaled_dot_product_attention: no kernel for {problem} on {gpu.name}")
 
 
-def bias_parts(summed: int, tensors: int, num_q: int, num_k: int, sm_count: int) -> int:
+def bias_parts(summed: int, tensors: int, num_q: int, num_k: int, d: int, sm_count: int) -> int:
     """In how many parts the sum over `summed` heads for a broadcast bias is divided, to occupy the GPU.
 
-    tensors: the number of (Lq, Lk) matrices of the bias.
+    tensors: the number of (Lq, Lk) matrices of the bias. At d 32 with full last waves, and at most 8 tiles per SM.
     """
-    tiles = tensors * -(-num_q // (2 * BLOCK)) * -(-num_k // BLOCK)
-    return max(1, min(summed, 2 * sm_count // tiles))
+    tiles_q = tensors * ceil_div(num_q, 2 * BLOCK)
+    if d > 32:
+        return max(1, min(summed, 2 * sm_count // (tiles_q * ceil_div(num_k, BLOCK))))
+    tiles = tiles_q * ceil_div(num_k, 2 * BLOCK)
+
+    def heads_in_turn(parts: int) -> int:
+        """The heads that the busiest SM sums. A part costs as much as about 6: its result is written and read."""
+        return ceil_div(tiles * parts, sm_count) * (ceil_div(summed, parts) + 6)
+
+    return min(range(1, max(1, min(summed, 8 * sm_count // tiles)) + 1), key=heads_in_turn)

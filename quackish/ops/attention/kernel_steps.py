@@ -52,6 +52,7 @@ from quackish.ops.attention.score_problems import (
 Problem = AttentionProblem | AttentionMaskProblem | AttentionOrderProblem | AttentionRowsProblem
 
 _UNBOUNDED = 1 << 30
+_OF_PRODUCT: dict[str, Any] = dict(bias_dtype=None, bias_aligned=True, mask_aligned=False, mask_of_keys=False)
 
 
 def why_unsupported(inputs: Inputs, need_dbias: bool = False) -> str:
@@ -109,7 +110,7 @@ class AttentionSteps:
         self._launch(AttentionMaskProblem(by_vectors), of_mask)
 
         # order of tiles
-        if options.has_band:
+        if options.has_band or mask_of_keys(inputs):  # no kernel reads it
             return plan
         if layout.tiles == (1, 1):  # such as many small windows
             plan[: layout.classes].zero_()
@@ -170,7 +171,7 @@ class AttentionSteps:
 
         # dq: from ds if dbias holds it, else with ds computed again
         if problem.ds_is_dbias:
-            product = AttentionProductProblem(**fields | dict(bias_dtype=None, bias_aligned=True, mask_aligned=False))
+            product = AttentionProductProblem(**fields | _OF_PRODUCT)
             without = scores._replace(bias=None, mask=None)
             self._launch(product, by_name(ProductArgs)(scores=without, ds=ds, dq=_strided(dq)))
         else:
@@ -198,7 +199,8 @@ class AttentionSteps:
         scores, (batch, heads) = args.scores, bias.shape[:2]
         shape = (batch, heads, scores.num_q, scores.num_k)
         summed = scores.batch // batch * (scores.heads // heads)
-        parts = bias_parts(summed, batch * heads, scores.num_q, scores.num_k, self.device.gpu.sm_count)
+        d, sm_count = fields["d"], self.device.gpu.sm_count
+        parts = bias_parts(summed, batch * heads, scores.num_q, scores.num_k, d, sm_count)
         sums = self._rows_of_16_bytes((parts, *shape), torch.float32 if parts > 1 else bias.dtype)
         part, *strides = sums.stride()[:-1]
         args = args._replace(
@@ -222,7 +224,7 @@ class AttentionSteps:
             classes = Strided(plan.data_ptr() + layout.classes, *layout.of_classes)
         return ScoreArgs(
             q=_strided(q), k=_strided(k), v=_strided(v), bias=_broadcast(bias, problem.bias_aligned),
-            mask=_broadcast(mask, problem.mask_aligned), classes=classes,
+            mask=_broadcast(mask, problem.mask_by_tma), classes=classes,
             order=_order(inputs, plan, problem, of_keys=False), scale=options.scale, softcap=options.softcap,
             left=left, right=right, batch=batch, heads=heads, group=heads // k.shape[1], num_q=num_q,
             num_k=k.shape[2], d=d, max_ctas=self.device.gpu.sm_count,
@@ -384,6 +386,12 @@ def _broadcast(t: Tensor | None, aligned: bool) -> Strided | None:
     return Strided(t.data_ptr(), batch, head, row, None if aligned else column)
 
 
+def mask_of_keys(inputs: Inputs) -> bool:
+    """True if the mask is the same for all queries, and for the heads that share a head of keys."""
+    q, k, mask = inputs.q, inputs.k, inputs.mask
+    return mask is not None and mask.shape[2] == 1 and (mask.shape[1] == 1 or k.shape[1] == q.shape[1])
+
+
 def _bounded(n: int | None) -> int:
     return _UNBOUNDED if n is None else min(n, _UNBOUNDED)
 
@@ -391,9 +399,10 @@ def _bounded(n: int | None) -> int:
 def _problem(inputs: Inputs, options: Options) -> dict[str, Any]:
     q, k, _, bias, mask = inputs
     num_q, num_k = q.shape[2], k.shape[2]
+    of_keys = mask_of_keys(inputs)
     return dict(
         dtype=name_of(q.dtype), d=(q.shape[3] + 31) // 32 * 32, bias_dtype=dtype_name(bias),
         bias_aligned=_is_aligned(bias, num_q, num_k), mask=mask is not None,
-        mask_aligned=_is_aligned(mask, num_q, num_k), softcap=options.softcap is not None,
-        band=options.has_band,
+        mask_aligned=of_keys or _is_aligned(mask, num_q, num_k), softcap=options.softcap is not None,
+        band=options.has_band, mask_of_keys=of_keys,
     )  # fmt: skip

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from quackish.device.arguments import ALIGNED_F32, Ptr
 from quackish.ops.attention.arguments import (
+    BLOCK,
     BiasArgs,
     ForwardArgs,
     KeysArgs,
@@ -27,6 +28,8 @@ class AttentionProblem:
     mask_aligned: bool = True
     band: bool = False  # causality or a window
     softcap: bool = False
+    # The mask is the same for all queries, and for the heads that share a head of keys. `mask_aligned` is True.
+    mask_of_keys: bool = False
 
     # What differs between the kernels
     own: ClassVar[tuple[str, ...]]  # tensors of d columns whose tiles a warp group keeps during an item
@@ -39,12 +42,12 @@ class AttentionProblem:
     @property
     def own_stages(self) -> tuple[int, ...]:
         """Legal values of `AttentionConfig.own_stages`."""
-        return (1, 2) if self.own else (1,)
+        return (1, 2) if self.own_bytes(BLOCK, BLOCK) else (1,)
 
     @property
     def ordered(self) -> bool:
-        """True if tiles start in an order that depends on the mask; with a band, it depends on the band."""
-        return self.mask and not self.band
+        """True if tiles start in an order that depends on the mask: where some have fewer tiles of the other side."""
+        return self.mask and not self.band and not self.mask_of_keys
 
     @property
     def bias_by_tma(self) -> bool:
@@ -52,17 +55,25 @@ class AttentionProblem:
 
     @property
     def mask_by_tma(self) -> bool:
-        return self.mask and self.mask_aligned
+        return self.mask and self.mask_aligned and not self.mask_of_keys
 
     @property
     def has_unaligned(self) -> bool:
         """True if values of the bias or the mask are loaded into registers, many at a time."""
         return not (self.bias_aligned and self.mask_aligned)
 
+    @property
+    def bias_bytes(self) -> int:
+        """Bytes per element of a bias that TMA loads."""
+        return (4 if self.bias_dtype == "float32" else 2) * self.bias_by_tma
+
+    def own_bytes(self, rows: int, tile: int) -> int:
+        """Shared memory for what a CTA keeps during an item. rows: those of its own tile."""
+        return len(self.own) * rows * self.d * 2
+
     def stage_bytes(self, rows: int, tile: int) -> int:
         """Shared memory per stage of loaded tiles. rows: those of a CTA's own tile."""
-        of_bias = (4 if self.bias_dtype == "float32" else 2) * self.bias_by_tma
-        return len(self.loaded) * tile * self.d * 2 + rows * tile * (of_bias + self.mask_by_tma)
+        return len(self.loaded) * tile * self.d * 2 + rows * tile * (self.bias_bytes + self.mask_by_tma)
 
     def result_bytes(self, rows: int, tile: int) -> int:
         """Shared memory for a result before TMA stores it."""
@@ -83,7 +94,7 @@ class AttentionProblem:
         if self.bias_dtype is not None:
             bias = Strided(Ptr(self.bias_dtype, self.bias_aligned), column=None if self.bias_aligned else "int64")
         if self.mask:
-            mask = Strided(Ptr("uint8", self.mask_aligned), column=None if self.mask_aligned else "int64")
+            mask = Strided(Ptr("uint8", self.mask_by_tma), column=None if self.mask_by_tma else "int64")
             classes = Strided(Ptr("uint8", aligned=False), column="int64")
         if self.ordered:
             order = Strided(Ptr("int32", aligned=False))
@@ -147,7 +158,8 @@ class AttentionKeysProblem(AttentionProblem):
 
     def live_registers(self, tile: int) -> int:
         is_wide = self.has_unaligned or self.bias_dtype == "float32"
-        of_scores = 0 if tile == 32 else 56 if is_wide else 16 * self.mask + 8 * (self.mask and self.band)
+        masked = self.mask and not self.mask_of_keys
+        of_scores = 0 if tile == 32 else 56 if is_wide else masked * (16 + 8 * self.band)
         return tile + tile // 4 + self.d + 16 + of_scores + tile // 2 * self.softcap
 
     @property
@@ -212,8 +224,12 @@ class AttentionBiasProblem(AttentionProblem):
     preferred = ((128, 2), (64, 2), (64, 1))  # not measured
     ordered = False
 
+    def own_bytes(self, rows: int, tile: int) -> int:
+        return rows * tile * self.bias_bytes  # the same for all heads that are summed
+
     def stage_bytes(self, rows: int, tile: int) -> int:
-        return super().stage_bytes(rows, tile) + 2 * rows * self.d * 2 + 8 * rows  # q, do, shift and delta
+        of_rows = rows * (2 * self.d * 2 + 8)  # q, do, shift and delta
+        return super().stage_bytes(rows, tile) - self.own_bytes(rows, tile) + of_rows
 
     def live_registers(self, tile: int) -> int:
         is_complex = self.softcap or (self.mask and self.band) or self.has_unaligned

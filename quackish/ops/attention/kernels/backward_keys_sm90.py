@@ -21,7 +21,8 @@ from quackish.ops.attention.config import keys_ahead
 from quackish.ops.attention.kernels.base_sm90 import AttentionSm90, Tiles
 from quackish.ops.attention.kernels.cta import Cta
 from quackish.ops.attention.kernels.items import Head
-from quackish.ops.attention.kernels.scores import ScoreBlock
+from quackish.ops.attention.kernels.mask_walk import class_of
+from quackish.ops.attention.kernels.scores import ScoreBlock, pair_rows
 from quackish.ops.attention.kernels.swizzled_tile import SwizzledTile
 
 
@@ -80,6 +81,9 @@ class AttentionKeysSm90(AttentionSm90):
     @cute.jit
     def item_at(self, tile: Int32, head: Head, s: ScoreArgs) -> KeyItem:
         first, last = self.query_tiles(s, tile * self.tile_k, self.tile_k, self.tile_q)
+        if const_expr(self.problem.mask_of_keys):
+            some, _ = class_of(s, head.batch, head.query_head, Int32(0), tile * self.tile_k, (1, self.tile_k))
+            last = last if some else first
         return KeyItem(
             head=head, tile=tile, first=Int32(0), last=s.group * (last - first), first_of_head=first,
             per_head=last - first,
@@ -119,6 +123,7 @@ class AttentionKeysSm90(AttentionSm90):
         for _ in cutlass.range(self.turns(args), unroll=1):
             item = self.own_item(cta, own)
             k, v = self.load_own(operands, cta, own.index, thread)
+            keeps = self.keeps_rows(s, item, wg, thread) if const_expr(self.problem.mask_of_keys) else None
             dk.fill(0.0)
             dv.fill(0.0)
             if const_expr(self.ahead):
@@ -150,6 +155,8 @@ class AttentionKeysSm90(AttentionSm90):
                 cute.nvgpu.warpgroup.wait_group(1)  # dp
                 for i in cutlass.range_constexpr(cute.size(x)):
                     x[i] = x[i] * (dp[i] - delta[i])
+                if const_expr(self.problem.dbias and keeps is not None):
+                    self.zero_rows(x, keeps)
                 if const_expr(self.problem.dbias and not self.problem.ds_is_dbias):
                     self.store_dbias(x, cta, block)
                 if const_expr(tanhs is not None):
@@ -178,12 +185,25 @@ class AttentionKeysSm90(AttentionSm90):
                 dk[i] = dk[i] * s.scale
             k0 = item.tile * self.tile_k + wg * BLOCK
             for result, to in ((dk, args.dk), (dv, args.dv)):
+                if const_expr(keeps is not None):
+                    self.zero_rows(result, keeps)
                 base = to.base + (Int64(item.head.batch) * to.batch + Int64(item.head.key_head) * to.head)
                 self.write_rows(result, base + Int64(k0) * to.row, to.row, s.num_k - k0, s.d, thread)
         self.end_pingpong(wg)
         if const_expr(self.staged is not None):  # shared memory is read until then
             if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def keeps_rows(self, s: ScoreArgs, item: KeyItem, wg: Int32, thread: Int32) -> list:
+        """If a mask of keys leaves the thread's two keys."""
+        first = item.tile * self.tile_k + wg * BLOCK + pair_rows(thread)
+        return [self.keeps(s, item.head, first + 8 * r) for r in range(2)]
+
+    @cute.jit
+    def zero_rows(self, acc: cute.Tensor, keeps: list):
+        """acc = 0 in rows of keys that take no part, where it is garbage."""
+        for i in cutlass.range_constexpr(cute.size(acc)):
+            acc[i] = acc[i] if keeps[i // 2 % 2] else Float32(0.0)
 
     @cute.jit
     def store_dbias(self, dbias: cute.Tensor, cta: Cta, block: ScoreBlock):

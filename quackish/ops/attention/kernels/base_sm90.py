@@ -43,6 +43,7 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
     loads_stats = False  # True if shift and delta of the queries are loaded with their tile
     v_has_pipeline = False  # True if tiles of v have a pipeline of their own
     staged: SwizzledTile | None = None  # a warp group's dbias in shared memory before TMA stores it
+    keeps_bias = False  # True if an item has one tile of the bias
     least_tiles = 0  # 1 if an item has one tile even where a mask leaves it none
 
     def __init__(self, problem, config: AttentionConfig):
@@ -52,6 +53,8 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
         rows, other = config.rows, config.tile
         self.tile_q, self.tile_k = (rows, other) if self.rows_are_queries else (other, rows)
         self.block_q, self.block_k = (BLOCK, other) if self.rows_are_queries else (other, BLOCK)
+        # A mask of keys leaves all scores of a key or none: the kernel for dk and dv clears rows of its results.
+        self.masks_scores = problem.mask and (self.rows_are_queries or not problem.mask_of_keys)
         self.own = SwizzledTile(self.dtype, BLOCK, self.d)
         self.other = SwizzledTile(self.dtype, config.tile, self.d)
         self.bias = self.mask = None
@@ -64,7 +67,7 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
     def shared_tiles(self) -> dict[str, Tiles]:
         """By the names in `PerTensor`, in the order in which they are allocated."""
         stages = self.config.num_stages
-        scores = {"bias": self.bias, "mask": self.mask}
+        scores = {"mask": self.mask} if self.keeps_bias else {"bias": self.bias, "mask": self.mask}
         return {
             **{name: Tiles(self.own, self.num_own) for name in self.problem.own},
             **{name: Tiles(self.other, stages) for name in self.problem.loaded},
@@ -152,6 +155,7 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
             own=self.pipeline(self.num_own, len(own) * self.own.bytes, 1) if own else None,
             loaded=self.pipeline(c.num_stages, self.stage_bytes, c.num_wgs),
             values=self.pipeline(c.num_stages, self.other.bytes, c.num_wgs) if self.v_has_pipeline else None,
+            biases=self.pipeline(c.own_stages, self.bias.bytes, c.num_wgs) if self.keeps_bias else None,
         )  # fmt: skip
 
     def pipeline(self, num_stages: int, num_bytes: int, num_wgs: int):
@@ -175,10 +179,15 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.num_stages)
         cta = cta._replace(bias_policy=self.bias_policy(cta.args.scores))
         for turn in cutlass.range(self.turns(cta.args), unroll=1):
-            state = self.load_item(cta, self.item(turn, cta.args), state)
+            item = self.item(turn, cta.args)
+            self.load_kept_bias(cta, item, turn)
+            state = self.load_item(cta, item, state)
         cta.loaded.producer_tail(state.clone())
         if const_expr(cta.values is not None):
             cta.values.producer_tail(state)
+
+    def load_kept_bias(self, cta: Cta, item: Any, turn: Int32):
+        """Loads the tile of the bias that is kept during an item, if there is one."""
 
     def load_tile(self, cta: Cta, item: Any, n: Int32, state, is_full):
         """Loads tile n of an item into a stage. is_full: 1 if the mask leaves all keys, else 0; None without a mask."""

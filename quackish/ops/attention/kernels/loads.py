@@ -83,7 +83,7 @@ class TileLoads:
         is_full: 1 if the mask is not needed, else 0; None without a mask.
         """
         s, barrier = cta.args.scores, cta.loaded.producer_get_barrier(state)
-        if const_expr(self.bias is not None):
+        if const_expr(self.bias is not None and not self.keeps_bias):
             part = self.part_of_scores(cta, "bias", s.bias, head)
             self.load(part, tile_q, tile_k, state.index, barrier, cta.bias_policy)
         if const_expr(self.mask is not None):
