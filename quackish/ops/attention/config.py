@@ -72,7 +72,7 @@ def own_in_registers(problem: AttentionProblem, config: AttentionConfig) -> int:
 
     WGMMAs of their scores then read only the other tile from shared memory.
     """
-    if problem.has_unaligned:  # its values are loaded into these registers
+    if problem.has_unaligned or problem.paired:  # its values are loaded into these registers; there are two tiles
         return 0
     tiles = len(problem.own)
     free = REGISTERS[config.num_wgs][1] - problem.live_registers(config.tile) - 8 * tiles
@@ -86,7 +86,7 @@ def keys_ahead(problem: AttentionProblem, config: AttentionConfig) -> bool:
     """
     needed = problem.live_registers(config.tile) + config.tile // 4
     masks = problem.mask and not problem.mask_of_keys
-    return not masks and config.num_stages > 1 and needed <= REGISTERS[config.num_wgs][1]
+    return not masks and not problem.paired and config.num_stages > 1 and needed <= REGISTERS[config.num_wgs][1]
 
 
 def attention_why_illegal(problem: AttentionProblem, config: AttentionConfig, gpu: Gpu) -> str | None:

@@ -30,6 +30,8 @@ class AttentionProblem:
     softcap: bool = False
     # The mask is the same for all queries, and for the heads that share a head of keys. `mask_aligned` is True.
     mask_of_keys: bool = False
+    # The bias is the same for all batches: a CTA computes two batches with each of its tiles. Without other masks.
+    paired: bool = False
 
     # What differs between the kernels
     own: ClassVar[tuple[str, ...]]  # tensors of d columns whose tiles a warp group keeps during an item
@@ -38,6 +40,11 @@ class AttentionProblem:
     min_stages: ClassVar[int] = 1
     max_stages: ClassVar[int] = 4  # of the rule
     preferred: ClassVar[tuple[tuple[int, int], ...]]  # (tile, smallest number of stages), the best first
+
+    @property
+    def batches(self) -> int:
+        """Batches of an item."""
+        return 2 if self.paired else 1
 
     @property
     def own_stages(self) -> tuple[int, ...]:
@@ -69,11 +76,12 @@ class AttentionProblem:
 
     def own_bytes(self, rows: int, tile: int) -> int:
         """Shared memory for what a CTA keeps during an item. rows: those of its own tile."""
-        return len(self.own) * rows * self.d * 2
+        return len(self.own) * self.batches * rows * self.d * 2
 
     def stage_bytes(self, rows: int, tile: int) -> int:
         """Shared memory per stage of loaded tiles. rows: those of a CTA's own tile."""
-        return len(self.loaded) * tile * self.d * 2 + rows * tile * (self.bias_bytes + self.mask_by_tma)
+        of_tiles = len(self.loaded) * self.batches * tile * self.d * 2
+        return of_tiles + rows * tile * (self.bias_bytes + self.mask_by_tma)
 
     def result_bytes(self, rows: int, tile: int) -> int:
         """Shared memory for a result before TMA stores it."""
@@ -118,7 +126,7 @@ class AttentionForwardProblem(AttentionProblem):
     preferred = ((128, 2), (64, 2))
 
     def live_registers(self, tile: int) -> int:
-        return tile // 2 + tile // 4 + self.d // 2 + 40 + tile * self.has_unaligned
+        return tile // 2 + tile // 4 + self.batches * self.d // 2 + 40 + tile * self.has_unaligned
 
     @property
     def args(self) -> ForwardArgs:
@@ -151,7 +159,7 @@ class AttentionKeysProblem(AttentionProblem):
         return self.dbias and self.bias_dtype != "float32"
 
     def stage_bytes(self, rows: int, tile: int) -> int:
-        return super().stage_bytes(rows, tile) + 8 * tile  # shift and delta of the loaded rows
+        return super().stage_bytes(rows, tile) + self.batches * 8 * tile  # shift and delta of the loaded rows
 
     def result_bytes(self, rows: int, tile: int) -> int:
         return 2 * rows * tile * self.dbias_by_tma
@@ -160,7 +168,7 @@ class AttentionKeysProblem(AttentionProblem):
         is_wide = self.has_unaligned or self.bias_dtype == "float32"
         masked = self.mask and not self.mask_of_keys
         of_scores = 0 if tile == 32 else 56 if is_wide else masked * (16 + 8 * self.band)
-        return tile + tile // 4 + self.d + 16 + of_scores + tile // 2 * self.softcap
+        return tile + tile // 4 + self.batches * self.d + 16 + of_scores + tile // 2 * self.softcap
 
     @property
     def args(self) -> KeysArgs:
@@ -185,7 +193,8 @@ class AttentionQueriesProblem(AttentionProblem):
     preferred = ((128, 3), (64, 2))
 
     def live_registers(self, tile: int) -> int:
-        return tile + tile // 4 + self.d // 2 + 40 + tile // 4 * self.has_unaligned + tile // 2 * self.softcap
+        of_scores = tile // 4 * self.has_unaligned + tile // 2 * self.softcap
+        return tile + tile // 4 + self.batches * self.d // 2 + 40 + of_scores
 
     @property
     def args(self) -> QueriesArgs:

@@ -55,6 +55,7 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
         self.block_q, self.block_k = (BLOCK, other) if self.rows_are_queries else (other, BLOCK)
         # A mask of keys leaves all scores of a key or none: the kernel for dk and dv clears rows of its results.
         self.masks_scores = problem.mask and (self.rows_are_queries or not problem.mask_of_keys)
+        self.walks = self.masks_scores and not problem.paired  # leaves out tiles without keys
         self.own = SwizzledTile(self.dtype, BLOCK, self.d)
         self.other = SwizzledTile(self.dtype, config.tile, self.d)
         self.bias = self.mask = None
@@ -66,18 +67,18 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
 
     def shared_tiles(self) -> dict[str, Tiles]:
         """By the names in `PerTensor`, in the order in which they are allocated."""
-        stages = self.config.num_stages
+        stages, batches = self.config.num_stages, self.problem.batches
         scores = {"mask": self.mask} if self.keeps_bias else {"bias": self.bias, "mask": self.mask}
         return {
-            **{name: Tiles(self.own, self.num_own) for name in self.problem.own},
-            **{name: Tiles(self.other, stages) for name in self.problem.loaded},
+            **{name: Tiles(self.own, self.num_own * batches) for name in self.problem.own},
+            **{name: Tiles(self.other, stages * batches) for name in self.problem.loaded},
             **{name: Tiles(tile, stages) for name, tile in scores.items() if tile is not None},
         }
 
     @property
     def stage_bytes(self) -> int:
         """The bytes that are loaded per stage of `Cta.loaded`."""
-        of_values = self.other.bytes if self.v_has_pipeline else 0
+        of_values = self.problem.batches * self.other.bytes if self.v_has_pipeline else 0
         return self.problem.stage_bytes(self.config.rows, self.config.tile) - of_values
 
     @property
@@ -142,19 +143,20 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
         """Allocates shared memory and makes pipelines.
 
         Own tiles: (BLOCK, d, own stages). Loaded tiles: (tile, d, stages). Bias and mask: (tile_q, tile_k, stages).
-        Statistics: (tile_q, 2, stages) fp32.
+        Statistics: (tile_q, 2, stages) fp32. All but bias and mask have `batches` tiles per stage: see `tile_of_stage`.
         """
-        c, smem = self.config, cutlass.memory.SmemAllocator()
+        c, smem, batches = self.config, cutlass.memory.SmemAllocator(), self.problem.batches
         own = self.problem.own
         walk, items = self.allocate_walk(smem), self.allocate_items(smem) if own else None
         shared = {name: tile.allocate(smem, count) for name, (tile, count) in self.tiles.items()}
         if self.loads_stats:
-            shared["stats"] = smem.allocate_tensor(Float32, cute.make_layout((self.tile_q, 2, c.num_stages)), 128)
+            layout = cute.make_layout((self.tile_q, 2, c.num_stages * batches))
+            shared["stats"] = smem.allocate_tensor(Float32, layout, 128)
         return Cta(
             args=args, tma=tma, shared=PerTensor(**shared), walk=walk, items=items,
-            own=self.pipeline(self.num_own, len(own) * self.own.bytes, 1) if own else None,
+            own=self.pipeline(self.num_own, len(own) * batches * self.own.bytes, 1) if own else None,
             loaded=self.pipeline(c.num_stages, self.stage_bytes, c.num_wgs),
-            values=self.pipeline(c.num_stages, self.other.bytes, c.num_wgs) if self.v_has_pipeline else None,
+            values=self.pipeline(c.num_stages, batches * self.other.bytes, c.num_wgs) if self.v_has_pipeline else None,
             biases=self.pipeline(c.own_stages, self.bias.bytes, c.num_wgs) if self.keeps_bias else None,
         )  # fmt: skip
 
@@ -165,6 +167,10 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
             consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 4 * num_wgs), defer_sync=True,
         )  # fmt: skip
+
+    def tile_of_stage(self, stage: Int32, g: int) -> Int32:
+        """The tile of an item's g-th batch in a stage."""
+        return stage if self.problem.batches == 1 else stage * self.problem.batches + g
 
     def wait_at_start(self):
         """Waits for the previous kernel, while the barriers are initialized."""

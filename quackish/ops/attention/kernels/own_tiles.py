@@ -44,17 +44,19 @@ class OwnTiles:
             item = self.item(turn, args)
             words = (*item.head, item.tile, self.last_of(item, args))
             head = item.head.query_head if const_expr(self.rows_are_queries) else item.head.key_head
-            parts = [self.part(cta, name, head, item.head.batch) for name in self.problem.own]
+            batches = [of.batch for of in self.heads_of(item.head, args.scores)]
+            parts = [[self.part(cta, name, head, batch) for batch in batches] for name in self.problem.own]
             for w in cutlass.range_constexpr(wgs):
                 own.sync_object_empty.wait(state.index, state.phase)
                 with cute.arch.elect_one():
                     for i in cutlass.range_constexpr(len(words)):
                         items[i, state.index] = words[i]
                     barrier = own.producer_get_barrier(state)
-                    cute.arch.mbarrier_arrive_and_expect_tx(barrier, len(parts) * self.own.bytes)
+                    cute.arch.mbarrier_arrive_and_expect_tx(barrier, len(parts) * len(batches) * self.own.bytes)
                 for a in cutlass.range_constexpr(len(parts)):
-                    barrier = own.producer_get_barrier(state)
-                    self.load(parts[a], item.tile * wgs + w, 0, state.index, barrier)
+                    for g in cutlass.range_constexpr(len(batches)):
+                        barrier = own.producer_get_barrier(state)
+                        self.load(parts[a][g], item.tile * wgs + w, 0, self.tile_of_stage(state.index, g), barrier)
                 state.advance()
         own.producer_tail(state)
 
@@ -80,7 +82,7 @@ class OwnTiles:
 
     @cute.jit
     def load_own(self, operands: list, cta: Cta, stage: Int32, thread: Int32):
-        """The `Operand`s of the item in a stage. Loads the own tiles that are kept in registers.
+        """The `Operand`s of the item in a stage, which is a result of `tile_of_stage`. Loads the own tiles that are kept in registers.
 
         Their stage is released at the item's end nevertheless: when it was released right here, the next item's tile
         overwrote rows before they were loaded, in the first items of a launch (`test_calls_in_a_row`).

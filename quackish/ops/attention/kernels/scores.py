@@ -255,11 +255,16 @@ class AttentionScores:
     def mask_out_keys(self, acc: cute.Tensor, args: ScoreArgs, block: ScoreBlock):
         """`mask_out` for a mask that is the same for all queries: a lane loads few keys, and has a bit of each key."""
         of_lane = [self.keeps(args, block.head, block.k0 + (j + block.thread % 32)) for j in range(0, self.block_k, 32)]
-        for j in cutlass.range_constexpr(len(of_lane)):
-            kept = cute.arch.vote_ballot_sync(of_lane[j]) >> block.thread % 4 * 2
-            for i in cutlass.range_constexpr(16):
-                if (kept >> (i // 4 * 8 + i % 2)) & 1 == 0:
-                    acc[16 * j + i] = -Float32.inf
+        words = [cute.arch.vote_ballot_sync(keeps) for keeps in of_lane]
+        common = words[0]
+        for j in cutlass.range_constexpr(1, len(words)):
+            common = common & words[j]
+        if common != -1:
+            for j in cutlass.range_constexpr(len(words)):
+                kept = words[j] >> block.thread % 4 * 2
+                for i in cutlass.range_constexpr(16):
+                    if (kept >> (i // 4 * 8 + i % 2)) & 1 == 0:
+                        acc[16 * j + i] = -Float32.inf
 
     @cute.jit
     def keeps(self, args: ScoreArgs, head: Head, k: Int32) -> Boolean:
