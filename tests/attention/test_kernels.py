@@ -28,6 +28,7 @@ from tests.attention.cases import (
 )
 from tests.cuda_graphs import captured, no_synchronization
 from tests.emulator_cases import HOPPER, QUICK, emulated
+from tests.variants import one_per
 
 attention = quackish.scaled_dot_product_attention
 CPU = torch.device("cpu")
@@ -59,16 +60,40 @@ def test_broadcast_bias_emulated(where):
     assert_right(got, truth(args), FP16)
 
 
-@pytest.mark.parametrize("mask", [(3, 1, 1, 136), pytest.param((3, 2, 1, 136), marks=pytest.mark.exhaustive)])
-def test_mask_of_keys_emulated(mask):
-    """A bias of all batches: some tiles without keys, some with all, and one batch without keys."""
-    args = case(3, 2, 70, 136, 32, bias=(1, 2, 70, 136), mask=mask)
+def mask_of_keys_case(batch, heads, num_q, num_k, d, **options):
+    """A mask of keys that leaves no keys to one batch, and all or no keys of some tiles to others."""
+    args = case(batch, heads, num_q, num_k, d, mask=(batch, 1, 1, num_k), **options)
     keep = args["attn_mask"]
     keep[0], keep[1, ..., :128], keep[2, ..., :128] = False, False, True
+    return args
+
+
+PAIRED = {  # a bias of all batches at d 32: two batches at a time, the last one alone
+    "a batch per warp group": lambda: case(3, 2, 33, 40, 24, bias=(1, 2, 33, 40)),
+    "mask of keys": lambda: mask_of_keys_case(3, 2, 70, 136, 32, bias=(1, 2, 70, 136)),
+    "GQA, causal, softcap, fp32 bias of all heads": lambda: case(
+        2, 2, 70, 200, 16, kv_heads=1, bias=(1, 1, 70, 200), bias_dtype=FP32, is_causal=True, softcap=2.0
+    ),
+    "short, mask of keys": lambda: mask_of_keys_case(3, 1, 64, 64, 32, bias=(1, 1, 64, 64)),
+}
+
+
+@pytest.mark.parametrize("kind", one_per(lambda kind: 0, PAIRED))
+def test_two_batches_at_a_time_emulated(kind):
+    args = PAIRED[kind]()
     with emulated(QUICK) as report:
         got = step(args)
-    assert launches(report)[:2] == ["attention_mask", "attention_fwd"]  # no order of tiles
+    assert "attention_order" not in launches(report)  # a mask of keys leaves equal work
     assert_right(got, truth(args))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("bias", [(3, 2, 70, 136), None, (3, 1, 70, 141)])
+def test_mask_of_keys_emulated(bias):
+    """Its own bias, with dbias in memory; no bias; a broadcast bias that TMA cannot load."""
+    args = mask_of_keys_case(3, 2, 70, bias[-1] if bias else 136, 64, bias=bias)
+    with emulated(QUICK):
+        assert_right(step(args), truth(args))
 
 
 @pytest.mark.parametrize("where", [QUICK, pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -35,11 +35,6 @@ class AttentionConfig:
     def threads(self) -> int:
         return 128 * (1 + self.num_wgs)
 
-    @property
-    def rows(self) -> int:
-        """Rows of a CTA's tile."""
-        return BLOCK * self.num_wgs
-
 
 @dataclasses.dataclass(frozen=True)
 class AttentionMaskConfig:
@@ -62,9 +57,10 @@ class AttentionRowsConfig:
 
 
 def attention_smem_bytes(problem: AttentionProblem, config: AttentionConfig) -> int:
-    own = config.own_stages * problem.own_bytes(config.rows, config.tile)
-    stages = config.num_stages * problem.stage_bytes(config.rows, config.tile)
-    return own + stages + problem.result_bytes(config.rows, config.tile) + 1024  # barriers and alignment
+    rows = problem.rows(config.num_wgs)
+    own = config.own_stages * problem.own_bytes(rows, config.tile)
+    stages = config.num_stages * problem.stage_bytes(rows, config.tile)
+    return own + stages + problem.result_bytes(rows, config.tile) + 1024  # barriers and alignment
 
 
 def own_in_registers(problem: AttentionProblem, config: AttentionConfig) -> int:
@@ -72,7 +68,7 @@ def own_in_registers(problem: AttentionProblem, config: AttentionConfig) -> int:
 
     WGMMAs of their scores then read only the other tile from shared memory.
     """
-    if problem.has_unaligned or problem.paired:  # its values are loaded into these registers; there are two tiles
+    if problem.has_unaligned or problem.batches_per_wg > 1:  # its values are loaded into these registers; there are two tiles
         return 0
     tiles = len(problem.own)
     free = REGISTERS[config.num_wgs][1] - problem.live_registers(config.tile) - 8 * tiles
@@ -86,7 +82,7 @@ def keys_ahead(problem: AttentionProblem, config: AttentionConfig) -> bool:
     """
     needed = problem.live_registers(config.tile) + config.tile // 4
     masks = problem.mask and not problem.mask_of_keys
-    return not masks and not problem.paired and config.num_stages > 1 and needed <= REGISTERS[config.num_wgs][1]
+    return not masks and problem.batches_per_wg == 1 and config.num_stages > 1 and needed <= REGISTERS[config.num_wgs][1]
 
 
 def attention_why_illegal(problem: AttentionProblem, config: AttentionConfig, gpu: Gpu) -> str | None:
@@ -95,10 +91,12 @@ def attention_why_illegal(problem: AttentionProblem, config: AttentionConfig, gp
         return f"own_stages is {config.own_stages}; expected {expected}"
     if config.num_wgs not in REGISTERS:
         return f"num_wgs is {config.num_wgs}; expected 2 or 3"
-    if problem.ordered and config.rows != ORDERED:
+    if problem.ordered and problem.rows(config.num_wgs) != ORDERED:
         return (
             f"num_wgs is {config.num_wgs}; with a mask expected 2, because the order of tiles is one of {ORDERED} rows"
         )
+    if problem.short and config.num_wgs != 2:
+        return f"num_wgs is {config.num_wgs}; expected 2: each has one of two batches"
     if config.tile not in problem.tiles:
         return f"tile is {config.tile}; expected one of {', '.join(map(str, problem.tiles))}"
     if config.num_stages < problem.min_stages:
@@ -122,7 +120,7 @@ def attention_config(problem: AttentionProblem, gpu: Gpu) -> AttentionConfig:
     """Two consumer warp groups, as many stages as fit up to a limit, and a second stage of own tiles if it fits too."""
     # 4 stages fit some kernels at d 128, but were not measured there.
     most = 3 if problem.d == MAX_D else problem.max_stages
-    for tile, least in problem.preferred:
+    for tile, least in problem.choices:
         for stages in range(most, least - 1, -1):
             for own_stages in reversed(problem.own_stages):
                 config = AttentionConfig(2, tile, stages, own_stages)

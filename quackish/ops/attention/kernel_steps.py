@@ -52,7 +52,7 @@ from quackish.ops.attention.score_problems import (
 Problem = AttentionProblem | AttentionMaskProblem | AttentionOrderProblem | AttentionRowsProblem
 
 _UNBOUNDED = 1 << 30
-_OF_PRODUCT: dict[str, Any] = dict(bias_dtype=None, bias_aligned=True, mask_aligned=False, mask_of_keys=False, paired=False)
+_OF_PRODUCT: dict[str, Any] = dict(bias_dtype=None, bias_aligned=True, mask_aligned=False, paired=False, short=False)
 
 
 def why_unsupported(inputs: Inputs, need_dbias: bool = False) -> str:
@@ -207,7 +207,7 @@ class AttentionSteps:
             dbias=Strided(sums.data_ptr(), *strides), part=part, parts=parts, batches=batch, bias_heads=heads
         )
         in_parts = parts > 1 and bias.dtype != torch.float32  # in fp32 both are one kernel
-        self._launch(AttentionBiasProblem(**fields | dict(paired=False), in_parts=in_parts), args)
+        self._launch(AttentionBiasProblem(**fields | dict(paired=False, short=False), in_parts=in_parts), args)
         total = sums.sum(0) if parts > 1 else sums[0]
         return total[..., : scores.num_k].to(bias.dtype)
 
@@ -406,5 +406,5 @@ def _problem(inputs: Inputs, options: Options) -> dict[str, Any]:
         dtype=name_of(q.dtype), d=d, bias_dtype=dtype_name(bias),
         bias_aligned=bias_aligned, mask=mask is not None,
         mask_aligned=of_keys or _is_aligned(mask, num_q, num_k), softcap=options.softcap is not None,
-        band=options.has_band, mask_of_keys=of_keys, paired=paired,
+        band=options.has_band, mask_of_keys=of_keys, paired=paired, short=paired and max(num_q, num_k) <= BLOCK,
     )  # fmt: skip

@@ -32,6 +32,7 @@ class AttentionProblem:
     mask_of_keys: bool = False
     # The bias is the same for all batches: a CTA computes two batches with each of its tiles. Without other masks.
     paired: bool = False
+    short: bool = False  # with `paired`, at most BLOCK queries and keys: each of two warp groups has one of the batches
 
     # What differs between the kernels
     own: ClassVar[tuple[str, ...]]  # tensors of d columns whose tiles a warp group keeps during an item
@@ -45,6 +46,19 @@ class AttentionProblem:
     def batches(self) -> int:
         """Batches of an item."""
         return 2 if self.paired else 1
+
+    @property
+    def batches_per_wg(self) -> int:
+        return 1 if self.short else self.batches
+
+    def rows(self, num_wgs: int) -> int:
+        """Rows of a CTA's tile."""
+        return BLOCK if self.short else BLOCK * num_wgs
+
+    @property
+    def choices(self) -> tuple[tuple[int, int], ...]:
+        """What the rule takes of `preferred`."""
+        return tuple((tile, stages) for tile, stages in self.preferred if tile <= BLOCK or not self.short)
 
     @property
     def own_stages(self) -> tuple[int, ...]:
@@ -126,7 +140,7 @@ class AttentionForwardProblem(AttentionProblem):
     preferred = ((128, 2), (64, 2))
 
     def live_registers(self, tile: int) -> int:
-        return tile // 2 + tile // 4 + self.batches * self.d // 2 + 40 + tile * self.has_unaligned
+        return tile // 2 + tile // 4 + self.batches_per_wg * self.d // 2 + 40 + tile * self.has_unaligned
 
     @property
     def args(self) -> ForwardArgs:
@@ -149,6 +163,11 @@ class AttentionKeysProblem(AttentionProblem):
     preferred = ((128, 2), (64, 2), (64, 1), (32, 2))
 
     @property
+    def choices(self) -> tuple[tuple[int, int], ...]:
+        smaller = self.short or (self.d == 32 and (self.paired or self.mask_of_keys))  # tiles of 128 spill registers
+        return tuple((tile, stages) for tile, stages in self.preferred if tile <= BLOCK or not smaller)
+
+    @property
     def ds_is_dbias(self) -> bool:
         """True if dbias holds ds as dq and dk are computed from it."""
         return self.dbias and self.bias_dtype == self.dtype and not self.softcap
@@ -168,7 +187,7 @@ class AttentionKeysProblem(AttentionProblem):
         is_wide = self.has_unaligned or self.bias_dtype == "float32"
         masked = self.mask and not self.mask_of_keys
         of_scores = 0 if tile == 32 else 56 if is_wide else masked * (16 + 8 * self.band)
-        return tile + tile // 4 + self.batches * self.d + 16 + of_scores + tile // 2 * self.softcap
+        return tile + tile // 4 + self.batches_per_wg * self.d + 16 + of_scores + tile // 2 * self.softcap
 
     @property
     def args(self) -> KeysArgs:
@@ -194,7 +213,7 @@ class AttentionQueriesProblem(AttentionProblem):
 
     def live_registers(self, tile: int) -> int:
         of_scores = tile // 4 * self.has_unaligned + tile // 2 * self.softcap
-        return tile + tile // 4 + self.batches * self.d // 2 + 40 + of_scores
+        return tile + tile // 4 + self.batches_per_wg * self.d // 2 + 40 + of_scores
 
     @property
     def args(self) -> QueriesArgs:

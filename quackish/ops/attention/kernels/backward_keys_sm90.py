@@ -117,7 +117,7 @@ class AttentionKeysSm90(AttentionSm90):
 
     @cute.jit
     def consume(self, cta: Cta, wg: Int32, thread: Int32):
-        s, args, shared, loaded, batches = cta.args.scores, cta.args, cta.shared, cta.loaded, self.problem.batches
+        s, args, shared, loaded, batches = cta.args.scores, cta.args, cta.shared, cta.loaded, self.problem.batches_per_wg
         rows_mma = self.mma_of_rows()
         operands = self.own_operands(self.tile_q, cta)
         rQ, rDO = (self.fragments_b(own.mmas[0], t) for own, t in zip(operands, (shared.q, shared.do), strict=True))
@@ -128,26 +128,25 @@ class AttentionKeysSm90(AttentionSm90):
         tanhs = cute.make_rmem_tensor(x.layout, Float32) if const_expr(self.problem.softcap) else None
         own = self.own_state(wg)
         read = self.loaded_state()
+        row_wg = self.rows_of_wg(wg)
         self.start_pingpong(wg)
         for _ in cutlass.range(self.turns(args), unroll=1):
             item = self.own_item(cta, own)
-            k_v = [self.load_own(operands, cta, self.tile_of_stage(own.index, g), thread) for g in range(batches)]
-            items = [item._replace(head=head) for head in self.heads_of(item.head, s)]
-            masks = const_expr(self.problem.mask_of_keys)
-            keeps = [self.keeps_rows(s, of, wg, thread) if masks else None for of in items]
+            k_v = [self.load_own(operands, cta, self.own_tile(own.index, g), thread) for g in range(batches)]
+            items = [item._replace(head=head) for head in self.heads_of_wg(item.head, s, wg)]
             for g in cutlass.range_constexpr(batches):
                 dk[g].fill(0.0)
                 dv[g].fill(0.0)
             if const_expr(self.ahead):
                 if item.first < item.last:
                     loaded.consumer_wait(read)
-                    self.multiply(x, *k_v[0][0], rQ[None, None, None, read.index])
+                    self.multiply(x, *k_v[0][0], rQ[None, None, None, self.tile_of_wg(read.index, 0, wg)])
                     cute.nvgpu.warpgroup.wait_group(0)
             for j in cutlass.range(item.first, item.last, unroll=1):
                 if const_expr(not self.ahead):
                     loaded.consumer_wait(read)
                 for g in cutlass.range_constexpr(batches):
-                    (k, v), tile = k_v[g], self.tile_of_stage(read.index, g)
+                    (k, v), tile = k_v[g], self.tile_of_wg(read.index, g, wg)
                     if const_expr(not self.ahead):
                         self.wait_to_issue(wg)
                         self.multiply(x, *k, rQ[None, None, None, tile])
@@ -155,7 +154,7 @@ class AttentionKeysSm90(AttentionSm90):
                     self.let_next_issue(wg)
                     n, is_full = self.loaded_tile(cta.walk, read.index, j, self.problem.mask_aligned)
                     of_query, q0, k0 = self.place(n, items[g], args)
-                    block = ScoreBlock(of_query, q0=q0, k0=k0 + wg * BLOCK, wg=wg, thread=thread)
+                    block = ScoreBlock(of_query, q0=q0, k0=k0 + row_wg * BLOCK, wg=row_wg, thread=thread)
                     per_lane = const_expr(self.tile_q // 32)
                     values, delta = (self.per_column(shared.stats[None, r, tile].iterator, thread) for r in range(2))
                     of_lane = vector_at(shared.stats[None, 0, tile].iterator, thread % 32 * per_lane, per_lane)
@@ -171,7 +170,7 @@ class AttentionKeysSm90(AttentionSm90):
                     for i in cutlass.range_constexpr(cute.size(x)):
                         x[i] = x[i] * (dp[i] - delta[i])
                     if const_expr(self.problem.dbias and self.problem.mask_of_keys):
-                        self.zero_rows(x, keeps[g])
+                        self.zero_rows(x, s, items[g], row_wg, thread)
                     if const_expr(self.problem.dbias and not self.problem.ds_is_dbias):
                         self.store_dbias(x, cta, block)
                     if const_expr(tanhs is not None):
@@ -191,7 +190,7 @@ class AttentionKeysSm90(AttentionSm90):
                 if const_expr(self.ahead):
                     if j + 1 < item.last:
                         loaded.consumer_wait(read)
-                        self.multiply(x, *k_v[0][0], rQ[None, None, None, read.index])
+                        self.multiply(x, *k_v[0][0], rQ[None, None, None, self.tile_of_wg(read.index, 0, wg)])
                 if const_expr(self.staged is not None):
                     self.write_dbias(cta, block)
                 # dk: in flight at the end of the loop, ptxas waits for each WGMMA at once
@@ -201,10 +200,10 @@ class AttentionKeysSm90(AttentionSm90):
             for g in cutlass.range_constexpr(batches):
                 for i in cutlass.range_constexpr(cute.size(dk[g])):
                     dk[g][i] = dk[g][i] * s.scale
-                k0, head = item.tile * self.tile_k + wg * BLOCK, items[g].head
+                k0, head = item.tile * self.tile_k + row_wg * BLOCK, items[g].head
                 for result, to in ((dk[g], args.dk), (dv[g], args.dv)):
-                    if const_expr(masks):
-                        self.zero_rows(result, keeps[g])
+                    if const_expr(self.problem.mask_of_keys):
+                        self.zero_rows(result, s, items[g], row_wg, thread)
                     base = to.base + (Int64(head.batch) * to.batch + Int64(head.key_head) * to.head)
                     self.write_rows(result, base + Int64(k0) * to.row, to.row, s.num_k - k0, s.d, thread)
         self.end_pingpong(wg)
@@ -212,14 +211,11 @@ class AttentionKeysSm90(AttentionSm90):
             if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
 
-    def keeps_rows(self, s: ScoreArgs, item: KeyItem, wg: Int32, thread: Int32) -> list:
-        """If a mask of keys leaves the thread's two keys."""
-        first = item.tile * self.tile_k + wg * BLOCK + pair_rows(thread)
-        return [self.keeps(s, item.head, first + 8 * r) for r in range(2)]
-
     @cute.jit
-    def zero_rows(self, acc: cute.Tensor, keeps: list):
-        """acc = 0 in rows of keys that take no part, where it is garbage."""
+    def zero_rows(self, acc: cute.Tensor, s: ScoreArgs, item: KeyItem, row_wg: Int32, thread: Int32):
+        """acc = 0 in rows of keys that the mask of keys leaves out, where it is garbage."""
+        first = item.tile * self.tile_k + row_wg * BLOCK + pair_rows(thread)
+        keeps = [self.keeps(s, item.head, first + 8 * r) for r in range(2)]
         for i in cutlass.range_constexpr(cute.size(acc)):
             acc[i] = acc[i] if keeps[i // 2 % 2] else Float32(0.0)
 

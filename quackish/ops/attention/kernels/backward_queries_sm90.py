@@ -67,7 +67,7 @@ class AttentionQueriesSm90(AttentionSm90):
 
     @cute.jit
     def consume(self, cta: Cta, wg: Int32, thread: Int32):
-        s, args, shared, loaded, batches = cta.args.scores, cta.args, cta.shared, cta.loaded, self.problem.batches
+        s, args, shared, loaded, batches = cta.args.scores, cta.args, cta.shared, cta.loaded, self.problem.batches_per_wg
         dq_mma = self.mma_of_rows()
         operands = self.own_operands(self.tile_k, cta)
         rK, rV = (self.fragments_b(own.mmas[0], t) for own, t in zip(operands, (shared.k, shared.v), strict=True))
@@ -77,19 +77,20 @@ class AttentionQueriesSm90(AttentionSm90):
         tanhs = cute.make_rmem_tensor(x.layout, Float32) if const_expr(self.problem.softcap) else None
         own = self.own_state(wg)
         read, previous = self.loaded_state(), self.loaded_state()
+        row_wg = self.rows_of_wg(wg)
         self.start_pingpong(wg)
         for _ in cutlass.range(self.turns(args), unroll=1):
             item = self.own_item(cta, own)
-            q_do = [self.load_own(operands, cta, self.tile_of_stage(own.index, g), thread) for g in range(batches)]
-            q0, heads = item.tile * self.tile_q + wg * BLOCK, self.heads_of(item.head, s)
-            blocks = [ScoreBlock(head, q0=q0, k0=Int32(0), wg=wg, thread=thread) for head in heads]
+            q_do = [self.load_own(operands, cta, self.own_tile(own.index, g), thread) for g in range(batches)]
+            q0, heads = item.tile * self.tile_q + row_wg * BLOCK, self.heads_of_wg(item.head, s, wg)
+            blocks = [ScoreBlock(head, q0=q0, k0=Int32(0), wg=row_wg, thread=thread) for head in heads]
             stats = [self.statistics(args, block) for block in blocks]
             for g in cutlass.range_constexpr(batches):
                 dq[g].fill(0.0)
             for j in cutlass.range(item.first, item.last, unroll=1):
                 loaded.consumer_wait(read)
                 for g in cutlass.range_constexpr(batches):
-                    (q, do), (shifts, delta), tile = q_do[g], stats[g], self.tile_of_stage(read.index, g)
+                    (q, do), (shifts, delta), tile = q_do[g], stats[g], self.tile_of_wg(read.index, g, wg)
                     self.wait_to_issue(wg)
                     self.multiply(x, *q, rK[None, None, None, tile])
                     self.multiply(dp, *do, rV[None, None, None, tile])

@@ -13,10 +13,10 @@ from cutlass import Float32, Int32, const_expr, pipeline
 
 from quackish.kernels.arguments import DTYPES, fake_args
 from quackish.kernels.dependent_launch import after_previous
-from quackish.ops.attention.arguments import BLOCK
+from quackish.ops.attention.arguments import BLOCK, ScoreArgs
 from quackish.ops.attention.config import REGISTERS, AttentionConfig, own_in_registers
 from quackish.ops.attention.kernels.cta import Cta, PerTensor
-from quackish.ops.attention.kernels.items import AttentionItems
+from quackish.ops.attention.kernels.items import AttentionItems, Head
 from quackish.ops.attention.kernels.loads import TileLoads
 from quackish.ops.attention.kernels.matmuls import Matmuls
 from quackish.ops.attention.kernels.own_tiles import OwnTiles
@@ -50,7 +50,7 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
         self.problem, self.config = problem, config
         self.dtype, self.d = DTYPES[problem.dtype], problem.d
         self.own_in_registers = own_in_registers(problem, config)
-        rows, other = config.rows, config.tile
+        rows, other = problem.rows(config.num_wgs), config.tile
         self.tile_q, self.tile_k = (rows, other) if self.rows_are_queries else (other, rows)
         self.block_q, self.block_k = (BLOCK, other) if self.rows_are_queries else (other, BLOCK)
         # A mask of keys leaves all scores of a key or none: the kernel for dk and dv clears rows of its results.
@@ -70,7 +70,7 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
         stages, batches = self.config.num_stages, self.problem.batches
         scores = {"mask": self.mask} if self.keeps_bias else {"bias": self.bias, "mask": self.mask}
         return {
-            **{name: Tiles(self.own, self.num_own * batches) for name in self.problem.own},
+            **{name: Tiles(self.own, self.num_own * self.problem.batches_per_wg) for name in self.problem.own},
             **{name: Tiles(self.other, stages * batches) for name in self.problem.loaded},
             **{name: Tiles(tile, stages) for name, tile in scores.items() if tile is not None},
         }
@@ -79,7 +79,8 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
     def stage_bytes(self) -> int:
         """The bytes that are loaded per stage of `Cta.loaded`."""
         of_values = self.problem.batches * self.other.bytes if self.v_has_pipeline else 0
-        return self.problem.stage_bytes(self.config.rows, self.config.tile) - of_values
+        rows = self.problem.rows(self.config.num_wgs)
+        return self.problem.stage_bytes(rows, self.config.tile) - of_values
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -154,7 +155,7 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
             shared["stats"] = smem.allocate_tensor(Float32, layout, 128)
         return Cta(
             args=args, tma=tma, shared=PerTensor(**shared), walk=walk, items=items,
-            own=self.pipeline(self.num_own, len(own) * batches * self.own.bytes, 1) if own else None,
+            own=self.pipeline(self.num_own, self.own_stage_bytes, 1) if own else None,
             loaded=self.pipeline(c.num_stages, self.stage_bytes, c.num_wgs),
             values=self.pipeline(c.num_stages, batches * self.other.bytes, c.num_wgs) if self.v_has_pipeline else None,
             biases=self.pipeline(c.own_stages, self.bias.bytes, c.num_wgs) if self.keeps_bias else None,
@@ -169,8 +170,22 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
         )  # fmt: skip
 
     def tile_of_stage(self, stage: Int32, g: int) -> Int32:
-        """The tile of an item's g-th batch in a stage."""
+        """The loaded tile of an item's g-th batch in a stage."""
         return stage if self.problem.batches == 1 else stage * self.problem.batches + g
+
+    def tile_of_wg(self, stage: Int32, g: int, wg: Int32) -> Int32:
+        """The loaded tile of the g-th batch of a warp group."""
+        return self.tile_of_stage(stage, wg if self.problem.short else g)
+
+    def heads_of_wg(self, head: Head, s: ScoreArgs, wg: Int32) -> list[Head]:
+        """The head in each batch of a warp group."""
+        if self.problem.short:
+            return [head._replace(batch=cutlass.min(head.batch + wg, s.batch - 1))]
+        return self.heads_of(head, s)
+
+    def rows_of_wg(self, wg: Int32) -> Int32:
+        """Which block of the CTA's rows a warp group has."""
+        return Int32(0) if self.problem.short else wg
 
     def wait_at_start(self):
         """Waits for the previous kernel, while the barriers are initialized."""

@@ -43,7 +43,7 @@ class AttentionForwardSm90(AttentionSm90):
 
     @cute.jit
     def consume(self, cta: Cta, wg: Int32, thread: Int32):
-        s, keys, values, batches = cta.args.scores, cta.loaded, cta.values, self.problem.batches
+        s, keys, values, batches = cta.args.scores, cta.loaded, cta.values, self.problem.batches_per_wg
         pv_mma = self.mma_of_rows()
         operands = self.own_operands(self.tile_k, cta)
         rK = self.fragments_b(operands[0].mmas[0], cta.shared.k)
@@ -54,13 +54,14 @@ class AttentionForwardSm90(AttentionSm90):
         own = self.own_state(wg)
         read, previous = self.loaded_state(), self.loaded_state()
         unit = self.unit_of_scores(s)
+        row_wg = self.rows_of_wg(wg)
         self.start_pingpong(wg)
         for _ in cutlass.range(self.turns(cta.args), unroll=1):
             item = self.own_item(cta, own)
-            q = [self.load_own(operands, cta, self.tile_of_stage(own.index, g), thread)[0] for g in range(batches)]
-            q0, k0 = item.tile * self.tile_q + wg * BLOCK, item.first * self.tile_k
-            heads = self.heads_of(item.head, s)
-            blocks = [ScoreBlock(head, q0=q0, k0=k0, wg=wg, thread=thread) for head in heads]
+            q = [self.load_own(operands, cta, self.own_tile(own.index, g), thread)[0] for g in range(batches)]
+            q0, k0 = item.tile * self.tile_q + row_wg * BLOCK, item.first * self.tile_k
+            heads = self.heads_of_wg(item.head, s, wg)
+            blocks = [ScoreBlock(head, q0=q0, k0=k0, wg=row_wg, thread=thread) for head in heads]
             for g in cutlass.range_constexpr(batches):
                 o[g].fill(0.0)
                 top[g].fill(-Float32.inf)
@@ -69,10 +70,10 @@ class AttentionForwardSm90(AttentionSm90):
             # the first tile
             keys.consumer_wait(read)
             for g in cutlass.range_constexpr(batches):
-                self.multiply(x, *q[g], rK[None, None, None, self.tile_of_stage(read.index, g)])
+                self.multiply(x, *q[g], rK[None, None, None, self.tile_of_wg(read.index, g, wg)])
                 if const_expr(g > 0):
                     values.consumer_wait(previous)
-                    self.multiply(o[g - 1], [pv_mma], p, rV[None, None, None, self.tile_of_stage(previous.index, g - 1)])
+                    self.multiply(o[g - 1], [pv_mma], p, rV[None, None, None, self.tile_of_wg(previous.index, g - 1, wg)])
                 cute.nvgpu.warpgroup.wait_group(1 if g > 0 else 0)
                 at, is_full = self.loaded_block(blocks[g], cta.walk, read.index, item.first)
                 self.scores(x, cta, read.index, at, None, None, is_full)
@@ -89,8 +90,8 @@ class AttentionForwardSm90(AttentionSm90):
                     before = const_expr((g - 1) % batches)  # the batch of p
                     values.consumer_wait(previous)
                     self.wait_to_issue(wg)
-                    self.multiply(x, *q[g], rK[None, None, None, self.tile_of_stage(read.index, g)])
-                    of_p = rV[None, None, None, self.tile_of_stage(previous.index, before)]
+                    self.multiply(x, *q[g], rK[None, None, None, self.tile_of_wg(read.index, g, wg)])
+                    of_p = rV[None, None, None, self.tile_of_wg(previous.index, before, wg)]
                     self.multiply(o[before], [pv_mma], p, of_p)
                     self.let_next_issue(wg)
                     cute.nvgpu.warpgroup.wait_group(1)
@@ -109,7 +110,7 @@ class AttentionForwardSm90(AttentionSm90):
                 read.advance()
             own = self.release_own(cta.own, own)
             values.consumer_wait(previous)
-            of_p = rV[None, None, None, self.tile_of_stage(previous.index, batches - 1)]
+            of_p = rV[None, None, None, self.tile_of_wg(previous.index, batches - 1, wg)]
             self.multiply(o[batches - 1], [pv_mma], p, of_p)
             cute.nvgpu.warpgroup.wait_group(0)
             values.consumer_release(previous)
