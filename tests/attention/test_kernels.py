@@ -144,7 +144,7 @@ def test_large_products(scale, where):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("sizes", [(16, 16, 512, 512, 128), (2, 4, 1100, 700, 64)])
+@pytest.mark.parametrize("sizes", [(16, 16, 512, 512, 128), (2, 4, 1100, 700, 64), (33, 4, 384, 384, 32)])
 def test_calls_in_a_row(sizes):
     """Bits, where nothing waits between calls: launches start while the ones before them end."""
     batch, heads, num_q, num_k, d = sizes
@@ -224,6 +224,8 @@ ON_GPU = {
     "mask alone": dict(num_q=400, mask=(1, 1, 400, 400)),
     "mask of keys": dict(heads=4, kv_heads=1, num_q=70, num_k=1000, d=40, mask=(2, 1, 1, 1000)),
     "window alone": dict(num_q=600, window=(64, 0)),
+    "two batches at a time": dict(batch=3, num_q=300, num_k=520, d=32, bias=(1, 2, 300, 520), mask=(3, 1, 1, 520)),
+    "a batch per warp group": dict(batch=5, num_q=49, num_k=56, d=24, bias=(1, 2, 49, 56)),
 }
 
 

@@ -68,7 +68,9 @@ def own_in_registers(problem: AttentionProblem, config: AttentionConfig) -> int:
 
     WGMMAs of their scores then read only the other tile from shared memory.
     """
-    if problem.has_unaligned or problem.batches_per_wg > 1:  # its values are loaded into these registers; there are two tiles
+    if problem.has_unaligned:  # its values are loaded into these registers
+        return 0
+    if problem.batches_per_wg > 1:  # not measured
         return 0
     tiles = len(problem.own)
     free = REGISTERS[config.num_wgs][1] - problem.live_registers(config.tile) - 8 * tiles
@@ -82,7 +84,9 @@ def keys_ahead(problem: AttentionProblem, config: AttentionConfig) -> bool:
     """
     needed = problem.live_registers(config.tile) + config.tile // 4
     masks = problem.mask and not problem.mask_of_keys
-    return not masks and problem.batches_per_wg == 1 and config.num_stages > 1 and needed <= REGISTERS[config.num_wgs][1]
+    if masks or problem.batches_per_wg > 1:
+        return False
+    return config.num_stages > 1 and needed <= REGISTERS[config.num_wgs][1]
 
 
 def attention_why_illegal(problem: AttentionProblem, config: AttentionConfig, gpu: Gpu) -> str | None:

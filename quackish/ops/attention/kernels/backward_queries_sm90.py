@@ -67,7 +67,8 @@ class AttentionQueriesSm90(AttentionSm90):
 
     @cute.jit
     def consume(self, cta: Cta, wg: Int32, thread: Int32):
-        s, args, shared, loaded, batches = cta.args.scores, cta.args, cta.shared, cta.loaded, self.problem.batches_per_wg
+        s, args, shared, loaded = cta.args.scores, cta.args, cta.shared, cta.loaded
+        batches = self.problem.batches_per_wg
         dq_mma = self.mma_of_rows()
         operands = self.own_operands(self.tile_k, cta)
         rK, rV = (self.fragments_b(own.mmas[0], t) for own, t in zip(operands, (shared.k, shared.v), strict=True))

@@ -43,7 +43,8 @@ class AttentionForwardSm90(AttentionSm90):
 
     @cute.jit
     def consume(self, cta: Cta, wg: Int32, thread: Int32):
-        s, keys, values, batches = cta.args.scores, cta.loaded, cta.values, self.problem.batches_per_wg
+        s, keys, values = cta.args.scores, cta.loaded, cta.values
+        batches = self.problem.batches_per_wg
         pv_mma = self.mma_of_rows()
         operands = self.own_operands(self.tile_k, cta)
         rK = self.fragments_b(operands[0].mmas[0], cta.shared.k)
@@ -73,7 +74,8 @@ class AttentionForwardSm90(AttentionSm90):
                 self.multiply(x, *q[g], rK[None, None, None, self.tile_of_wg(read.index, g, wg)])
                 if const_expr(g > 0):
                     values.consumer_wait(previous)
-                    self.multiply(o[g - 1], [pv_mma], p, rV[None, None, None, self.tile_of_wg(previous.index, g - 1, wg)])
+                    of_p = rV[None, None, None, self.tile_of_wg(previous.index, g - 1, wg)]
+                    self.multiply(o[g - 1], [pv_mma], p, of_p)
                 cute.nvgpu.warpgroup.wait_group(1 if g > 0 else 0)
                 at, is_full = self.loaded_block(blocks[g], cta.walk, read.index, item.first)
                 self.scores(x, cta, read.index, at, None, None, is_full)

@@ -91,7 +91,7 @@ class OwnTiles:
 
     @cute.jit
     def load_own(self, operands: list, cta: Cta, stage: Int32, thread: Int32):
-        """The `Operand`s of the item in a stage, which is a result of `own_tile`. Loads the own tiles that are kept in registers.
+        """The `Operand`s of the item in a stage. Loads the own tiles that are kept in registers. stage: of `own_tile`.
 
         Their stage is released at the item's end nevertheless: when it was released right here, the next item's tile
         overwrote rows before they were loaded, in the first items of a launch (`test_calls_in_a_row`).
