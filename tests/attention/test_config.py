@@ -39,6 +39,14 @@ FIELDS = [  # one of each kernel is compiled in every run of the tests
     dict(dtype=FP16, d=96, bias_dtype=FP32, bias_aligned=False, mask=True, mask_aligned=False, band=True),
     dict(dtype=BF16, d=64, mask=True, band=True),
     dict(dtype=FP16, d=32, bias_dtype=FP16, mask=True, band=True, softcap=True),
+    dict(dtype=BF16, d=32, bias_dtype=BF16, mask=True, mask_of_keys=True, paired=True),
+    dict(dtype=BF16, d=32, bias_dtype=BF16, paired=True),
+    dict(dtype=FP16, d=32, bias_dtype=FP32, mask=True, mask_of_keys=True, band=True, softcap=True, paired=True),
+    dict(dtype=BF16, d=32, bias_dtype=BF16, mask=True, mask_of_keys=True, paired=True, short=True),
+    dict(dtype=BF16, d=32, bias_dtype=BF16, mask=True, mask_of_keys=True),
+    dict(dtype=BF16, d=128, bias_dtype=BF16, mask=True, mask_of_keys=True),
+    dict(dtype=BF16, d=64, bias_dtype=BF16, bias_aligned=False, mask=True, mask_of_keys=True),
+    dict(dtype=BF16, d=64, mask=True, mask_of_keys=True),
 ]
 
 
@@ -47,7 +55,7 @@ def problems():
         has_bias = fields.get("bias_dtype") is not None
         yield "attention_fwd", AttentionForwardProblem(**fields)
         yield "attention_bwd_queries", AttentionQueriesProblem(**fields)
-        yield "attention_bwd_keys", AttentionKeysProblem(**fields, dbias=has_bias)
+        yield "attention_bwd_keys", AttentionKeysProblem(**fields, dbias=has_bias and not fields.get("paired", False))
         of_product = {name: fields.get(name, False) for name in ("mask", "band")}
         yield (
             "attention_bwd_product",
@@ -56,7 +64,7 @@ def problems():
             ),
         )
         if has_bias:
-            yield "attention_bwd_bias", AttentionBiasProblem(**fields)
+            yield "attention_bwd_bias", AttentionBiasProblem(**fields | dict(paired=False, short=False))
 
 
 @pytest.mark.exhaustive
@@ -131,6 +139,8 @@ def test_measured_configs():
         (AttentionKeysProblem(BF16, 64, mask=True), 2),
         (AttentionKeysProblem(BF16, 64, BF16, dbias=True), 0),
         (AttentionKeysProblem(BF16, 32, mask=True), 0),  # one would fit by number, and spills
+        (AttentionKeysProblem(BF16, 32, BF16, paired=True), 0),  # a warp group has two of each
+        (AttentionKeysProblem(BF16, 32, BF16, paired=True, short=True), 2),
         (AttentionQueriesProblem(BF16, 128, mask=True), 1),
     ],
 )
@@ -159,7 +169,7 @@ def test_every_problem_has_a_legal_config():
         (AttentionForwardProblem, (2, 32, 2), "tile is 32; expected one of 128, 64"),
         (AttentionForwardProblem, (2, 64, 0), "num_stages is 0; expected at least 1"),
         (AttentionForwardProblem, (2, 64, 2, 3), "own_stages is 3; expected 1 or 2"),
-        (AttentionBiasProblem, (2, 64, 2, 2), "own_stages is 2; expected 1: this kernel keeps no tiles"),
+        (AttentionProductProblem, (2, 64, 2, 2), "own_stages is 2; expected 1: this kernel keeps no tiles"),
         (AttentionQueriesProblem, (2, 64, 1), "num_stages is 1; expected at least 2"),
         (AttentionForwardProblem, (3, 128, 2), "about 200 registers per thread, of 160; expected a"),
         (AttentionForwardProblem, (2, 128, 4), "expected fewer stages or a smaller tile"),
@@ -175,7 +185,10 @@ def test_the_order_of_tiles_is_one_of_128_rows():
 
 
 def test_parts_of_a_broadcast_sum():
-    assert bias_parts(64, 1, 2048, 2048, 132) == 1  # 512 tiles occupy the GPU
-    assert bias_parts(64, 1, 256, 256, 132) == 33  # 8 tiles
-    assert bias_parts(4, 1, 64, 64, 132) == 4  # at most one part per head
-    assert bias_parts(3, 1, 64, 64, 132) == 1  # too few heads to divide
+    assert bias_parts(64, 1, 2048, 2048, 64, 132) == 1  # 512 tiles occupy the GPU
+    assert bias_parts(64, 1, 256, 256, 64, 132) == 33  # 8 tiles
+    assert bias_parts(4, 1, 64, 64, 64, 132) == 4  # at most one part per head
+    assert bias_parts(3, 1, 64, 64, 64, 132) == 1  # too few heads to divide
+    assert bias_parts(768, 4, 768, 768, 32, 132) == 7  # 144 tiles: 1008 in 8 turns of 132
+    assert bias_parts(256, 4, 256, 256, 32, 132) == 8  # 16 tiles: one turn of 128
+    assert bias_parts(1, 64, 768, 768, 32, 132) == 1

@@ -28,6 +28,7 @@ from tests.attention.cases import (
 )
 from tests.cuda_graphs import captured, no_synchronization
 from tests.emulator_cases import HOPPER, QUICK, emulated
+from tests.variants import one_per
 
 attention = quackish.scaled_dot_product_attention
 CPU = torch.device("cpu")
@@ -57,6 +58,42 @@ def test_broadcast_bias_emulated(where):
         got = step(args)
     assert launches(report)[-1] == "attention_bwd_bias"
     assert_right(got, truth(args), FP16)
+
+
+def mask_of_keys_case(batch, heads, num_q, num_k, d, **options):
+    """A mask of keys that leaves no keys to one batch, and all or no keys of some tiles to others."""
+    args = case(batch, heads, num_q, num_k, d, mask=(batch, 1, 1, num_k), **options)
+    keep = args["attn_mask"]
+    keep[0], keep[1, ..., :128], keep[2, ..., :128] = False, False, True
+    return args
+
+
+PAIRED = {  # a bias of all batches at d 32: two batches at a time, the last one alone
+    "a batch per warp group": lambda: case(3, 2, 33, 40, 24, bias=(1, 2, 33, 40)),
+    "mask of keys": lambda: mask_of_keys_case(3, 2, 70, 136, 32, bias=(1, 2, 70, 136)),
+    "GQA, causal, softcap, fp32 bias of all heads": lambda: case(
+        2, 2, 70, 200, 16, kv_heads=1, bias=(1, 1, 70, 200), bias_dtype=FP32, is_causal=True, softcap=2.0
+    ),
+    "short, mask of keys": lambda: mask_of_keys_case(3, 1, 64, 64, 32, bias=(1, 1, 64, 64)),
+}
+
+
+@pytest.mark.parametrize("kind", one_per(lambda kind: 0, PAIRED))
+def test_two_batches_at_a_time_emulated(kind):
+    args = PAIRED[kind]()
+    with emulated(QUICK) as report:
+        got = step(args)
+    assert "attention_order" not in launches(report)  # a mask of keys leaves equal work
+    assert_right(got, truth(args))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("bias", [(3, 2, 70, 136), None, (3, 1, 70, 141)])
+def test_mask_of_keys_emulated(bias):
+    """Its own bias, with dbias in memory; no bias; a broadcast bias that TMA cannot load."""
+    args = mask_of_keys_case(3, 2, 70, bias[-1] if bias else 136, 64, bias=bias)
+    with emulated(QUICK):
+        assert_right(step(args), truth(args))
 
 
 @pytest.mark.parametrize("where", [QUICK, pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -107,7 +144,7 @@ def test_large_products(scale, where):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("sizes", [(16, 16, 512, 512, 128), (2, 4, 1100, 700, 64)])
+@pytest.mark.parametrize("sizes", [(16, 16, 512, 512, 128), (2, 4, 1100, 700, 64), (33, 4, 384, 384, 32)])
 def test_calls_in_a_row(sizes):
     """Bits, where nothing waits between calls: launches start while the ones before them end."""
     batch, heads, num_q, num_k, d = sizes
@@ -187,6 +224,8 @@ ON_GPU = {
     "mask alone": dict(num_q=400, mask=(1, 1, 400, 400)),
     "mask of keys": dict(heads=4, kv_heads=1, num_q=70, num_k=1000, d=40, mask=(2, 1, 1, 1000)),
     "window alone": dict(num_q=600, window=(64, 0)),
+    "two batches at a time": dict(batch=3, num_q=300, num_k=520, d=32, bias=(1, 2, 300, 520), mask=(3, 1, 1, 520)),
+    "a batch per warp group": dict(batch=5, num_q=49, num_k=56, d=24, bias=(1, 2, 49, 56)),
 }
 
 

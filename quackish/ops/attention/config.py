@@ -5,6 +5,7 @@ The numbers that differ between kernels are class attributes of their problems.
 
 import dataclasses
 
+from quackish.device.work import ceil_div
 from quackish.errors import UnsupportedError
 from quackish.gpu import Gpu
 from quackish.ops.attention.arguments import BLOCK, MAX_D, ORDERED
@@ -34,11 +35,6 @@ class AttentionConfig:
     def threads(self) -> int:
         return 128 * (1 + self.num_wgs)
 
-    @property
-    def rows(self) -> int:
-        """Rows of a CTA's tile."""
-        return BLOCK * self.num_wgs
-
 
 @dataclasses.dataclass(frozen=True)
 class AttentionMaskConfig:
@@ -61,9 +57,10 @@ class AttentionRowsConfig:
 
 
 def attention_smem_bytes(problem: AttentionProblem, config: AttentionConfig) -> int:
-    own = len(problem.own) * config.own_stages * config.rows * problem.d * 2
-    stages = config.num_stages * problem.stage_bytes(config.rows, config.tile)
-    return own + stages + problem.result_bytes(config.rows, config.tile) + 1024  # barriers and alignment
+    rows = problem.rows(config.num_wgs)
+    own = config.own_stages * problem.own_bytes(rows, config.tile)
+    stages = config.num_stages * problem.stage_bytes(rows, config.tile)
+    return own + stages + problem.result_bytes(rows, config.tile) + 1024  # barriers and alignment
 
 
 def own_in_registers(problem: AttentionProblem, config: AttentionConfig) -> int:
@@ -73,6 +70,8 @@ def own_in_registers(problem: AttentionProblem, config: AttentionConfig) -> int:
     """
     if problem.has_unaligned:  # its values are loaded into these registers
         return 0
+    if problem.batches_per_wg > 1:  # not measured
+        return 0
     tiles = len(problem.own)
     free = REGISTERS[config.num_wgs][1] - problem.live_registers(config.tile) - 8 * tiles
     return min(tiles, max(0, free) // (problem.d // 4))
@@ -81,22 +80,27 @@ def own_in_registers(problem: AttentionProblem, config: AttentionConfig) -> int:
 def keys_ahead(problem: AttentionProblem, config: AttentionConfig) -> bool:
     """True if the kernel for dk and dv starts the next tile's scores before it ends this tile.
 
-    That takes registers for ds beside the scores, which masks do not leave, and another stage.
+    That takes registers for ds beside the scores, which masks of scores do not leave, and another stage.
     """
     needed = problem.live_registers(config.tile) + config.tile // 4
-    return not problem.mask and config.num_stages > 1 and needed <= REGISTERS[config.num_wgs][1]
+    masks = problem.mask and not problem.mask_of_keys
+    if masks or problem.batches_per_wg > 1:
+        return False
+    return config.num_stages > 1 and needed <= REGISTERS[config.num_wgs][1]
 
 
 def attention_why_illegal(problem: AttentionProblem, config: AttentionConfig, gpu: Gpu) -> str | None:
     if config.own_stages not in problem.own_stages:
-        expected = "1 or 2" if problem.own else "1: this kernel keeps no tiles"
+        expected = "1 or 2" if len(problem.own_stages) > 1 else "1: this kernel keeps no tiles"
         return f"own_stages is {config.own_stages}; expected {expected}"
     if config.num_wgs not in REGISTERS:
         return f"num_wgs is {config.num_wgs}; expected 2 or 3"
-    if problem.ordered and config.rows != ORDERED:
+    if problem.ordered and problem.rows(config.num_wgs) != ORDERED:
         return (
             f"num_wgs is {config.num_wgs}; with a mask expected 2, because the order of tiles is one of {ORDERED} rows"
         )
+    if problem.short and config.num_wgs != 2:
+        return f"num_wgs is {config.num_wgs}; expected 2: each has one of two batches"
     if config.tile not in problem.tiles:
         return f"tile is {config.tile}; expected one of {', '.join(map(str, problem.tiles))}"
     if config.num_stages < problem.min_stages:
@@ -120,7 +124,7 @@ def attention_config(problem: AttentionProblem, gpu: Gpu) -> AttentionConfig:
     """Two consumer warp groups, as many stages as fit up to a limit, and a second stage of own tiles if it fits too."""
     # 4 stages fit some kernels at d 128, but were not measured there.
     most = 3 if problem.d == MAX_D else problem.max_stages
-    for tile, least in problem.preferred:
+    for tile, least in problem.choices:
         for stages in range(most, least - 1, -1):
             for own_stages in reversed(problem.own_stages):
                 config = AttentionConfig(2, tile, stages, own_stages)
@@ -132,10 +136,20 @@ def attention_config(problem: AttentionProblem, gpu: Gpu) -> AttentionConfig:
 MIN_DIVIDED = 4  # heads that a sum in parts has at least: adding parts takes two more kernels. Not measured
 
 
-def bias_parts(summed: int, tensors: int, num_q: int, num_k: int, sm_count: int) -> int:
+def bias_parts(summed: int, tensors: int, num_q: int, num_k: int, d: int, sm_count: int) -> int:
     """In how many parts the sum over `summed` heads for a broadcast bias is divided, to occupy the GPU.
 
-    tensors: the number of (Lq, Lk) matrices of the bias.
+    tensors: the number of (Lq, Lk) matrices of the bias. At d 32 with full last waves, and at most 8 tiles per SM.
     """
-    tiles = tensors * -(-num_q // (2 * BLOCK)) * -(-num_k // BLOCK)
-    return 1 if summed < MIN_DIVIDED else max(1, min(summed, 2 * sm_count // tiles))
+    if summed < MIN_DIVIDED:
+        return 1
+    tiles_q = tensors * ceil_div(num_q, 2 * BLOCK)
+    if d > 32:
+        return max(1, min(summed, 2 * sm_count // (tiles_q * ceil_div(num_k, BLOCK))))
+    tiles = tiles_q * ceil_div(num_k, 2 * BLOCK)
+
+    def heads_in_turn(parts: int) -> int:
+        """The heads that the busiest SM sums. A part costs as much as about 6: its result is written and read."""
+        return ceil_div(tiles * parts, sm_count) * (ceil_div(summed, parts) + 6)
+
+    return min(range(1, max(1, min(summed, 8 * sm_count // tiles)) + 1), key=heads_in_turn)

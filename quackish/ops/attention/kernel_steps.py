@@ -5,6 +5,7 @@ bias or mask of any strides is read in place, but slower.
 """
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ from quackish.ops.attention.prepared import (
     broadcast_strides,
     has_aligned_rows,
     legal_strides,
+    mask_of_keys,
     strided,
     strided_at,
 )
@@ -54,6 +56,8 @@ from quackish.ops.attention.score_problems import (
     AttentionQueriesProblem,
 )
 from quackish.ops.shared.signatures import PerSignature
+
+_OF_PRODUCT: dict[str, Any] = dict(bias_dtype=None, bias_aligned=True, mask_aligned=False, paired=False, short=False)
 
 
 def why_unsupported(inputs: Inputs, need_dbias: bool = False) -> str:
@@ -114,7 +118,7 @@ class AttentionSteps:
         self._launch(self._kernel(choose.epoch, AttentionMaskProblem(by_vectors)), of_mask)
 
         # order of tiles
-        if options.has_band:
+        if options.has_band or mask_of_keys(inputs):  # no kernel reads it
             return plan
         if layout.tiles == (1, 1):  # such as many small windows
             plan[: layout.classes].zero_()
@@ -174,7 +178,7 @@ class AttentionSteps:
 
         # dq: from ds if dbias holds it, else with ds computed again
         if keys.problem.ds_is_dbias:
-            product = call.kernel(AttentionProductProblem, bias_dtype=None, bias_aligned=True, mask_aligned=False)
+            product = call.kernel(AttentionProductProblem, **_OF_PRODUCT)
             without = scores._replace(bias=None, mask=None)
             self._launch(product, by_name(ProductArgs)(scores=without, ds=ds, dq=of_dq))
         else:
@@ -200,7 +204,8 @@ class AttentionSteps:
         """The gradient of a bias that is broadcast over batch or heads."""
         batch, heads = bias.shape[:2]
         summed = scores.batch // batch * (scores.heads // heads)
-        parts = bias_parts(summed, batch * heads, scores.num_q, scores.num_k, self.device.gpu.sm_count)
+        sm_count = self.device.gpu.sm_count
+        parts = bias_parts(summed, batch * heads, scores.num_q, scores.num_k, call.d, sm_count)
         shape = (*[parts] * (parts > 1), batch, heads, scores.num_q, scores.num_k)
         sums = self._rows_of_16_bytes(shape, torch.float32 if parts > 1 else bias.dtype)
         args = by_name(BiasArgs)(
@@ -209,7 +214,7 @@ class AttentionSteps:
             bias_heads=heads,
         )  # fmt: skip
         in_parts = parts > 1 and bias.dtype != torch.float32  # in fp32 both are one kernel
-        self._launch(call.kernel(AttentionBiasProblem, in_parts=in_parts), args)
+        self._launch(call.kernel(AttentionBiasProblem, paired=False, short=False, in_parts=in_parts), args)
         return sums.sum(0).to(bias.dtype) if parts > 1 else sums
 
     def _rows_of_16_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quackish.device.arguments import by_name
 from quackish.device.cuda import dtype_name, name_of
-from quackish.ops.attention.arguments import ScoreArgs, Strided
+from quackish.ops.attention.arguments import BLOCK, ScoreArgs, Strided
 from quackish.ops.attention.mask_plan import contiguous_strides, layout_of_plan
 from quackish.ops.attention.problems import AttentionMaskProblem, AttentionOrderProblem, AttentionRowsProblem
 from quackish.ops.attention.reference import Inputs, Options, strides_like
@@ -54,10 +54,13 @@ class Prepared:
         )
         self._find = find
         self._kernels: dict[tuple, Kernel] = {}
+        self.d, of_keys = (d + 31) // 32 * 32, mask_of_keys(inputs)
+        paired = self.d == 32 and bias is not None and bias_aligned and bias.shape[0] < batch
+        paired = paired and (mask is None or of_keys)
         self._fields: dict[str, Any] = dict(
-            dtype=name_of(q.dtype), d=(d + 31) // 32 * 32, bias_dtype=dtype_name(bias), bias_aligned=bias_aligned,
-            mask=mask is not None, mask_aligned=mask_aligned, softcap=options.softcap is not None,
-            band=options.has_band,
+            dtype=name_of(q.dtype), d=self.d, bias_dtype=dtype_name(bias), bias_aligned=bias_aligned,
+            mask=mask is not None, mask_aligned=mask_aligned or of_keys, softcap=options.softcap is not None,
+            band=options.has_band, mask_of_keys=of_keys, paired=paired, short=paired and max(num_q, num_k) <= BLOCK,
         )  # fmt: skip
 
         # results
@@ -71,10 +74,10 @@ class Prepared:
         self._strides = [legal_strides(t.shape, t.stride()) for t in (q, k, v)]
         self._of_bias, self._of_mask = (
             None if t is None else broadcast_strides(t.shape, t.stride(), is_aligned)
-            for t, is_aligned in ((bias, bias_aligned), (mask, mask_aligned))
+            for t, is_aligned in ((bias, bias_aligned), (mask, mask_aligned and not of_keys))
         )
         self._plan = None if mask is None else layout_of_plan(tuple(mask.shape), num_q, num_k)
-        self._ordered = mask is not None and not options.has_band
+        self._ordered = mask is not None and not options.has_band and not of_keys
         bounds = (_bounded(options.left), _bounded(options.right)) if options.has_band else (None, None)
         self._numbers = (
             options.scale, options.softcap, *bounds, batch, heads, heads // k_heads, num_q, num_k, d, max_ctas,
@@ -109,6 +112,12 @@ class Prepared:
         batches, heads = self._plan.tensors
         tiles, start = self._plan.tiles[of_keys], plan.data_ptr() + of_keys * self._plan.of_keys
         return Strided(start, 0 if batches == 1 else heads * tiles, 0 if heads == 1 else tiles, 1)
+
+
+def mask_of_keys(inputs: Inputs) -> bool:
+    """True if the mask is the same for all queries, and for the heads that share a head of keys."""
+    q, k, mask = inputs.q, inputs.k, inputs.mask
+    return mask is not None and mask.shape[2] == 1 and (mask.shape[1] == 1 or k.shape[1] == q.shape[1])
 
 
 # Strides --------------------------------------------------------------------------------------------------------------

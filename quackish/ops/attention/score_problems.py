@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from quackish.device.arguments import ALIGNED_F32, Ptr
 from quackish.ops.attention.arguments import (
+    BLOCK,
     BiasArgs,
     ForwardArgs,
     KeysArgs,
@@ -27,6 +28,11 @@ class AttentionProblem:
     mask_aligned: bool = True
     band: bool = False  # causality or a window
     softcap: bool = False
+    # The mask is the same for all queries, and for the heads that share a head of keys. `mask_aligned` is True.
+    mask_of_keys: bool = False
+    # The bias is the same for all batches: a CTA computes two batches with each of its tiles. Without other masks.
+    paired: bool = False
+    short: bool = False  # with `paired`, at most BLOCK queries and keys: each of two warp groups has one of the batches
 
     # What differs between the kernels
     own: ClassVar[tuple[str, ...]]  # tensors of d columns whose tiles a warp group keeps during an item
@@ -37,14 +43,32 @@ class AttentionProblem:
     preferred: ClassVar[tuple[tuple[int, int], ...]]  # (tile, smallest number of stages), the best first
 
     @property
+    def batches(self) -> int:
+        """Batches of an item."""
+        return 2 if self.paired else 1
+
+    @property
+    def batches_per_wg(self) -> int:
+        return 1 if self.short else self.batches
+
+    def rows(self, num_wgs: int) -> int:
+        """Rows of a CTA's tile."""
+        return BLOCK if self.short else BLOCK * num_wgs
+
+    @property
+    def choices(self) -> tuple[tuple[int, int], ...]:
+        """What the rule takes of `preferred`."""
+        return tuple((tile, stages) for tile, stages in self.preferred if tile <= BLOCK or not self.short)
+
+    @property
     def own_stages(self) -> tuple[int, ...]:
         """Legal values of `AttentionConfig.own_stages`."""
-        return (1, 2) if self.own else (1,)
+        return (1, 2) if self.own_bytes(BLOCK, BLOCK) else (1,)
 
     @property
     def ordered(self) -> bool:
-        """True if tiles start in an order that depends on the mask; with a band, it depends on the band."""
-        return self.mask and not self.band
+        """True if tiles start in an order that depends on the mask: where some have fewer tiles of the other side."""
+        return self.mask and not self.band and not self.mask_of_keys
 
     @property
     def bias_by_tma(self) -> bool:
@@ -52,17 +76,26 @@ class AttentionProblem:
 
     @property
     def mask_by_tma(self) -> bool:
-        return self.mask and self.mask_aligned
+        return self.mask and self.mask_aligned and not self.mask_of_keys
 
     @property
     def has_unaligned(self) -> bool:
         """True if values of the bias or the mask are loaded into registers, many at a time."""
         return not (self.bias_aligned and self.mask_aligned)
 
+    @property
+    def bias_bytes(self) -> int:
+        """Bytes per element of a bias that TMA loads."""
+        return (4 if self.bias_dtype == "float32" else 2) * self.bias_by_tma
+
+    def own_bytes(self, rows: int, tile: int) -> int:
+        """Shared memory for what a CTA keeps during an item. rows: those of its own tile."""
+        return len(self.own) * self.batches * rows * self.d * 2
+
     def stage_bytes(self, rows: int, tile: int) -> int:
         """Shared memory per stage of loaded tiles. rows: those of a CTA's own tile."""
-        of_bias = (4 if self.bias_dtype == "float32" else 2) * self.bias_by_tma
-        return len(self.loaded) * tile * self.d * 2 + rows * tile * (of_bias + self.mask_by_tma)
+        of_tiles = len(self.loaded) * self.batches * tile * self.d * 2
+        return of_tiles + rows * tile * (self.bias_bytes + self.mask_by_tma)
 
     def result_bytes(self, rows: int, tile: int) -> int:
         """Shared memory for a result before TMA stores it."""
@@ -83,7 +116,7 @@ class AttentionProblem:
         if self.bias_dtype is not None:
             bias = Strided(Ptr(self.bias_dtype, self.bias_aligned), column=None if self.bias_aligned else "int64")
         if self.mask:
-            mask = Strided(Ptr("uint8", self.mask_aligned), column=None if self.mask_aligned else "int64")
+            mask = Strided(Ptr("uint8", self.mask_by_tma), column=None if self.mask_by_tma else "int64")
             classes = Strided(Ptr("uint8", aligned=False), column="int64")
         if self.ordered:
             order = Strided(Ptr("int32", aligned=False))
@@ -107,7 +140,7 @@ class AttentionForwardProblem(AttentionProblem):
     preferred = ((128, 2), (64, 2))
 
     def live_registers(self, tile: int) -> int:
-        return tile // 2 + tile // 4 + self.d // 2 + 40 + tile * self.has_unaligned
+        return tile // 2 + tile // 4 + self.batches_per_wg * self.d // 2 + 40 + tile * self.has_unaligned
 
     @property
     def args(self) -> ForwardArgs:
@@ -130,6 +163,11 @@ class AttentionKeysProblem(AttentionProblem):
     preferred = ((128, 2), (64, 2), (64, 1), (32, 2))
 
     @property
+    def choices(self) -> tuple[tuple[int, int], ...]:
+        smaller = self.short or (self.d == 32 and (self.paired or self.mask_of_keys))  # tiles of 128 spill registers
+        return tuple((tile, stages) for tile, stages in self.preferred if tile <= BLOCK or not smaller)
+
+    @property
     def ds_is_dbias(self) -> bool:
         """True if dbias holds ds as dq and dk are computed from it."""
         return self.dbias and self.bias_dtype == self.dtype and not self.softcap
@@ -140,15 +178,16 @@ class AttentionKeysProblem(AttentionProblem):
         return self.dbias and self.bias_dtype != "float32"
 
     def stage_bytes(self, rows: int, tile: int) -> int:
-        return super().stage_bytes(rows, tile) + 8 * tile  # shift and delta of the loaded rows
+        return super().stage_bytes(rows, tile) + self.batches * 8 * tile  # shift and delta of the loaded rows
 
     def result_bytes(self, rows: int, tile: int) -> int:
         return 2 * rows * tile * self.dbias_by_tma
 
     def live_registers(self, tile: int) -> int:
         is_wide = self.has_unaligned or self.bias_dtype == "float32"
-        of_scores = 0 if tile == 32 else 56 if is_wide else 16 * self.mask + 8 * (self.mask and self.band)
-        return tile + tile // 4 + self.d + 16 + of_scores + tile // 2 * self.softcap
+        masked = self.mask and not self.mask_of_keys
+        of_scores = 0 if tile == 32 else 56 if is_wide else masked * (16 + 8 * self.band)
+        return tile + tile // 4 + self.batches_per_wg * self.d + 16 + of_scores + tile // 2 * self.softcap
 
     @property
     def args(self) -> KeysArgs:
@@ -173,7 +212,8 @@ class AttentionQueriesProblem(AttentionProblem):
     preferred = ((128, 3), (64, 2))
 
     def live_registers(self, tile: int) -> int:
-        return tile + tile // 4 + self.d // 2 + 40 + tile // 4 * self.has_unaligned + tile // 2 * self.softcap
+        of_scores = tile // 4 * self.has_unaligned + tile // 2 * self.softcap
+        return tile + tile // 4 + self.batches_per_wg * self.d // 2 + 40 + of_scores
 
     @property
     def args(self) -> QueriesArgs:
@@ -212,8 +252,12 @@ class AttentionBiasProblem(AttentionProblem):
     preferred = ((128, 2), (64, 2), (64, 1))  # not measured
     ordered = False
 
+    def own_bytes(self, rows: int, tile: int) -> int:
+        return rows * tile * self.bias_bytes  # the same for all heads that are summed
+
     def stage_bytes(self, rows: int, tile: int) -> int:
-        return super().stage_bytes(rows, tile) + 2 * rows * self.d * 2 + 8 * rows  # q, do, shift and delta
+        of_rows = rows * (2 * self.d * 2 + 8)  # q, do, shift and delta
+        return super().stage_bytes(rows, tile) - self.own_bytes(rows, tile) + of_rows
 
     def live_registers(self, tile: int) -> int:
         is_complex = self.softcap or (self.mask and self.band) or self.has_unaligned

@@ -3,7 +3,7 @@
     dbias = sum over these of ds,    ds = exp2(x - shift) * (do v^T - delta)
 
 A CTA has a tile of dbias, (num_wgs blocks of 64 queries) x (tile keys), and sums ds over the heads of its part in a
-fixed order. The parts are summed by whoever launches it.
+fixed order. It loads its tile of the bias once. The parts are summed by whoever launches it.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr, pipeline
 
 from quackish.kernels.memory import vector_at
 from quackish.ops.attention.arguments import BLOCK, BiasArgs, ScoreArgs
@@ -36,9 +36,14 @@ class AttentionBiasSm90(AttentionSm90):
     rows_are_queries = True
     loads_stats = True
 
+    @property
+    def keeps_bias(self) -> bool:
+        return self.bias is not None
+
     def shared_tiles(self) -> dict[str, Tiles]:
         of_wgs = Tiles(self.own, self.config.num_wgs * self.config.num_stages)  # loaded, for each warp group
-        return {"q": of_wgs, "do": of_wgs, **super().shared_tiles()}
+        of_bias = {"bias": Tiles(self.bias, self.config.own_stages)} if self.keeps_bias else {}
+        return {"q": of_wgs, "do": of_wgs, **of_bias, **super().shared_tiles()}
 
     @cute.jit
     def __call__(self, args: BiasArgs, stream: CUstream):
@@ -90,6 +95,19 @@ class AttentionBiasSm90(AttentionSm90):
         """None: other CTAs read the same bias."""
         return None
 
+    def bias_state(self, turn: Int32, produces: bool = False):
+        """The state of an item in `Cta.biases`."""
+        stages = self.config.own_stages
+        return pipeline.PipelineState(stages, turn, turn % stages, turn // stages % 2 ^ int(produces))
+
+    @cute.jit
+    def load_kept_bias(self, cta: Cta, item: BiasItem, turn: Int32):
+        if const_expr(self.keeps_bias):
+            state = self.bias_state(turn, produces=True)
+            cta.biases.producer_acquire(state)
+            part = self.part_of_scores(cta, "bias", cta.args.scores.bias, item.head)
+            self.load(part, item.tile_q, item.tile_k, state.index, cta.biases.producer_get_barrier(state))
+
     @cute.jit
     def load_tile(self, cta: Cta, item: BiasItem, n: Int32, state, is_full):
         """Loads an item's tiles of the n-th head."""
@@ -119,6 +137,9 @@ class AttentionBiasSm90(AttentionSm90):
             q0 = item.tile_q * self.tile_q + wg * BLOCK
             block = ScoreBlock(item.head, q0=q0, k0=item.tile_k * self.tile_k, wg=wg, thread=thread)
             total.fill(0.0)
+            if const_expr(self.keeps_bias):
+                kept = self.bias_state(turn)
+                cta.biases.consumer_wait(kept)
             for m in cutlass.range(item.first, self.last_of(item, args), unroll=1):
                 loaded.consumer_wait(read)
                 # Reading a mask that is not aligned only where needed spills registers.
@@ -131,10 +152,11 @@ class AttentionBiasSm90(AttentionSm90):
                         stats[r, n] = shared.stats[wg * BLOCK + pair_rows(thread) + 8 * r, n, read.index]
                 cute.nvgpu.warpgroup.wait_group(1)
                 at = block
-                if const_expr(not (self.problem.bias_aligned and self.problem.mask_aligned)):
+                if const_expr(self.problem.has_unaligned or self.problem.mask_of_keys):
                     at = block._replace(head=self.head_at(j, args, item.head))
                 shift = self.shift(self.per_row(shifts), shifts, j, item)
-                self.scores(x, cta, read.index, at, shift, None, is_full)
+                of_scores = cta._replace(bias_stage=kept.index) if const_expr(self.keeps_bias) else cta
+                self.scores(x, of_scores, read.index, at, shift, None, is_full)
                 for v in cutlass.range_constexpr(cute.size(x)):
                     x[v] = cute.math.exp2(x[v], fastmath=True)
                 cute.nvgpu.warpgroup.wait_group(0)
@@ -142,6 +164,8 @@ class AttentionBiasSm90(AttentionSm90):
                     total[v] = total[v] + x[v] * (dp[v] - delta[v])
                 self.release(loaded, read)
                 read.advance()
+            if const_expr(self.keeps_bias):
+                self.release(cta.biases, kept)
             self.write_total(total, args, item, block)
 
     @cute.jit

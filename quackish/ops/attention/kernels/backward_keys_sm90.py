@@ -12,7 +12,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from quackish.kernels.arguments import DTYPES
 from quackish.kernels.memory import vector_at
@@ -21,7 +21,8 @@ from quackish.ops.attention.config import keys_ahead
 from quackish.ops.attention.kernels.base_sm90 import AttentionSm90, Tiles
 from quackish.ops.attention.kernels.cta import Cta
 from quackish.ops.attention.kernels.items import Head
-from quackish.ops.attention.kernels.scores import ScoreBlock
+from quackish.ops.attention.kernels.mask_walk import class_of
+from quackish.ops.attention.kernels.scores import ScoreBlock, pair_rows
 from quackish.ops.attention.kernels.swizzled_tile import SwizzledTile
 
 
@@ -65,21 +66,30 @@ class AttentionKeysSm90(AttentionSm90):
     def items(self, args: KeysArgs) -> Int32:
         """Items are tiles of keys."""
         s = args.scores
-        return cute.ceil_div(s.num_k, self.tile_k) * (s.heads // s.group) * s.batch
+        return cute.ceil_div(s.num_k, self.tile_k) * (s.heads // s.group) * self.batch_items(s)
 
     @cute.jit
     def rank_and_head(self, i: Int32, s: ScoreArgs):
         heads, tiles = s.heads // s.group, cute.ceil_div(s.num_k, self.tile_k)
         # With dbias, head after head: the next kernel finds more of it in the L2.
         if const_expr(self.problem.band or (self.problem.mask and not self.problem.dbias)):
-            rank, head = i // (heads * s.batch), i % (heads * s.batch)
+            rank, head = i // (heads * self.batch_items(s)), i % (heads * self.batch_items(s))
         else:
             rank, head = i % tiles, i // tiles
-        return rank, Head(head // heads, head % heads * s.group, head % heads)
+        batch = head // heads
+        if const_expr(self.problem.paired):
+            batch = batch * self.problem.batches
+        return rank, Head(batch, head % heads * s.group, head % heads)
 
     @cute.jit
     def item_at(self, tile: Int32, head: Head, s: ScoreArgs) -> KeyItem:
         first, last = self.query_tiles(s, tile * self.tile_k, self.tile_k, self.tile_q)
+        if const_expr(self.problem.mask_of_keys):
+            some = Boolean(False)
+            for of in self.heads_of(head, s):
+                of_batch, _ = class_of(s, of.batch, of.query_head, Int32(0), tile * self.tile_k, (1, self.tile_k))
+                some = some | of_batch
+            last = last if some else first
         return KeyItem(
             head=head, tile=tile, first=Int32(0), last=s.group * (last - first), first_of_head=first,
             per_head=last - first,
@@ -96,94 +106,119 @@ class AttentionKeysSm90(AttentionSm90):
         """Loads the n-th tile of q and do, and of bias and mask for an item's keys."""
         barrier = cta.loaded.producer_get_barrier(state)
         head, q0, _ = self.place(n, item, cta.args)
-        tile_q = q0 // self.tile_q
+        tile_q, heads = q0 // self.tile_q, self.heads_of(head, cta.args.scores)
         for name in ("q", "do"):
-            self.load(self.part(cta, name, head.query_head, head.batch), tile_q, 0, state.index, barrier)
+            for g in cutlass.range_constexpr(len(heads)):
+                part = self.part(cta, name, heads[g].query_head, heads[g].batch)
+                self.load(part, tile_q, 0, self.tile_of_stage(state.index, g), barrier)
         self.load_scores(cta, head, tile_q, item.tile, state, is_full)
-        self.load_stats(cta, head, tile_q, state)
+        for g in cutlass.range_constexpr(len(heads)):
+            self.load_stats(cta, heads[g], tile_q, state, g)
 
     @cute.jit
     def consume(self, cta: Cta, wg: Int32, thread: Int32):
         s, args, shared, loaded = cta.args.scores, cta.args, cta.shared, cta.loaded
+        batches = self.problem.batches_per_wg
         rows_mma = self.mma_of_rows()
         operands = self.own_operands(self.tile_q, cta)
         rQ, rDO = (self.fragments_b(own.mmas[0], t) for own, t in zip(operands, (shared.q, shared.do), strict=True))
         rQt, rDOt = (self.fragments_b(rows_mma, self.transposed(t)) for t in (shared.q, shared.do))
         x, dp = self.accumulator(self.tile_q), self.accumulator(self.tile_q)
-        dk, dv = self.accumulator(self.d), self.accumulator(self.d)
+        dk, dv = ([self.accumulator(self.d) for _ in range(batches)] for _ in range(2))
         p, ds = self.operand(self.tile_q), self.operand(self.tile_q)
         tanhs = cute.make_rmem_tensor(x.layout, Float32) if const_expr(self.problem.softcap) else None
         own = self.own_state(wg)
         read = self.loaded_state()
+        row_wg = self.rows_of_wg(wg)
         self.start_pingpong(wg)
         for _ in cutlass.range(self.turns(args), unroll=1):
             item = self.own_item(cta, own)
-            k, v = self.load_own(operands, cta, own.index, thread)
-            dk.fill(0.0)
-            dv.fill(0.0)
+            k_v = [self.load_own(operands, cta, self.own_tile(own.index, g), thread) for g in range(batches)]
+            items = [item._replace(head=head) for head in self.heads_of_wg(item.head, s, wg)]
+            for g in cutlass.range_constexpr(batches):
+                dk[g].fill(0.0)
+                dv[g].fill(0.0)
             if const_expr(self.ahead):
                 if item.first < item.last:
                     loaded.consumer_wait(read)
-                    self.multiply(x, *k, rQ[None, None, None, read.index])
+                    self.multiply(x, *k_v[0][0], rQ[None, None, None, self.tile_of_wg(read.index, 0, wg)])
                     cute.nvgpu.warpgroup.wait_group(0)
             for j in cutlass.range(item.first, item.last, unroll=1):
                 if const_expr(not self.ahead):
                     loaded.consumer_wait(read)
-                    self.wait_to_issue(wg)
-                    self.multiply(x, *k, rQ[None, None, None, read.index])
-                self.multiply(dp, *v, rDO[None, None, None, read.index])
-                self.let_next_issue(wg)
-                n, is_full = self.loaded_tile(cta.walk, read.index, j, self.problem.mask_aligned)
-                of_query, q0, k0 = self.place(n, item, args)
-                block = ScoreBlock(of_query, q0=q0, k0=k0 + wg * BLOCK, wg=wg, thread=thread)
-                per_lane = const_expr(self.tile_q // 32)
-                values, delta = (self.per_column(shared.stats[None, r, read.index].iterator, thread) for r in range(2))
-                of_lane = vector_at(shared.stats[None, 0, read.index].iterator, thread % 32 * per_lane, per_lane)
-                shift = self.shift(values, of_lane, n, item)
-                if const_expr(not self.ahead):
-                    cute.nvgpu.warpgroup.wait_group(1)  # x
-                self.scores(x, cta, read.index, block, shift, tanhs, is_full)
-                for i in cutlass.range_constexpr(cute.size(x)):
-                    x[i] = cute.math.exp2(x[i], fastmath=True)
-                self.round_to_operand(p, x)
-                self.multiply(dv, [rows_mma], p, rDOt[None, None, None, read.index])
-                cute.nvgpu.warpgroup.wait_group(1)  # dp
-                for i in cutlass.range_constexpr(cute.size(x)):
-                    x[i] = x[i] * (dp[i] - delta[i])
-                if const_expr(self.problem.dbias and not self.problem.ds_is_dbias):
-                    self.store_dbias(x, cta, block)
-                if const_expr(tanhs is not None):
+                for g in cutlass.range_constexpr(batches):
+                    (k, v), tile = k_v[g], self.tile_of_wg(read.index, g, wg)
+                    if const_expr(not self.ahead):
+                        self.wait_to_issue(wg)
+                        self.multiply(x, *k, rQ[None, None, None, tile])
+                    self.multiply(dp, *v, rDO[None, None, None, tile])
+                    self.let_next_issue(wg)
+                    n, is_full = self.loaded_tile(cta.walk, read.index, j, self.problem.mask_aligned)
+                    of_query, q0, k0 = self.place(n, items[g], args)
+                    block = ScoreBlock(of_query, q0=q0, k0=k0 + row_wg * BLOCK, wg=row_wg, thread=thread)
+                    per_lane = const_expr(self.tile_q // 32)
+                    values, delta = (self.per_column(shared.stats[None, r, tile].iterator, thread) for r in range(2))
+                    of_lane = vector_at(shared.stats[None, 0, tile].iterator, thread % 32 * per_lane, per_lane)
+                    shift = self.shift(values, of_lane, n, items[g])
+                    if const_expr(not self.ahead):
+                        cute.nvgpu.warpgroup.wait_group(1)  # x
+                    self.scores(x, cta, read.index, block, shift, tanhs, is_full)
                     for i in cutlass.range_constexpr(cute.size(x)):
-                        x[i] = x[i] * (1.0 - tanhs[i] * tanhs[i])
-                self.round_to_operand(ds, x)
-                if const_expr(self.problem.ds_is_dbias):
-                    self.store_dbias(ds, cta, block)
-                if const_expr(self.ahead):
-                    # dv: with dv, dk and x in flight, ptxas waits for each WGMMA at once
-                    cute.nvgpu.warpgroup.wait_group(0)
-                self.multiply(dk, [rows_mma], ds, rQt[None, None, None, read.index])
+                        x[i] = cute.math.exp2(x[i], fastmath=True)
+                    self.round_to_operand(p, x)
+                    self.multiply(dv[g], [rows_mma], p, rDOt[None, None, None, tile])
+                    cute.nvgpu.warpgroup.wait_group(1)  # dp
+                    for i in cutlass.range_constexpr(cute.size(x)):
+                        x[i] = x[i] * (dp[i] - delta[i])
+                    if const_expr(self.problem.dbias and self.problem.mask_of_keys):
+                        self.zero_rows(x, s, items[g], row_wg, thread)
+                    if const_expr(self.problem.dbias and not self.problem.ds_is_dbias):
+                        self.store_dbias(x, cta, block)
+                    if const_expr(tanhs is not None):
+                        for i in cutlass.range_constexpr(cute.size(x)):
+                            x[i] = x[i] * (1.0 - tanhs[i] * tanhs[i])
+                    self.round_to_operand(ds, x)
+                    if const_expr(self.problem.ds_is_dbias):
+                        self.store_dbias(ds, cta, block)
+                    if const_expr(self.ahead):
+                        # dv: with dv, dk and x in flight, ptxas waits for each WGMMA at once
+                        cute.nvgpu.warpgroup.wait_group(0)
+                    self.multiply(dk[g], [rows_mma], ds, rQt[None, None, None, tile])
+                    if const_expr(g < batches - 1):
+                        cute.nvgpu.warpgroup.wait_group(0)
                 current = read.clone()
                 read.advance()
                 if const_expr(self.ahead):
                     if j + 1 < item.last:
                         loaded.consumer_wait(read)
-                        self.multiply(x, *k, rQ[None, None, None, read.index])
+                        self.multiply(x, *k_v[0][0], rQ[None, None, None, self.tile_of_wg(read.index, 0, wg)])
                 if const_expr(self.staged is not None):
                     self.write_dbias(cta, block)
                 # dk: in flight at the end of the loop, ptxas waits for each WGMMA at once
                 cute.nvgpu.warpgroup.wait_group(0)
                 self.release(loaded, current)
             own = self.release_own(cta.own, own)
-            for i in cutlass.range_constexpr(cute.size(dk)):
-                dk[i] = dk[i] * s.scale
-            k0 = item.tile * self.tile_k + wg * BLOCK
-            for result, to in ((dk, args.dk), (dv, args.dv)):
-                base = to.base + (Int64(item.head.batch) * to.batch + Int64(item.head.key_head) * to.head)
-                self.write_rows(result, base + Int64(k0) * to.row, to.row, s.num_k - k0, s.d, thread)
+            for g in cutlass.range_constexpr(batches):
+                for i in cutlass.range_constexpr(cute.size(dk[g])):
+                    dk[g][i] = dk[g][i] * s.scale
+                k0, head = item.tile * self.tile_k + row_wg * BLOCK, items[g].head
+                for result, to in ((dk[g], args.dk), (dv[g], args.dv)):
+                    if const_expr(self.problem.mask_of_keys):
+                        self.zero_rows(result, s, items[g], row_wg, thread)
+                    base = to.base + (Int64(head.batch) * to.batch + Int64(head.key_head) * to.head)
+                    self.write_rows(result, base + Int64(k0) * to.row, to.row, s.num_k - k0, s.d, thread)
         self.end_pingpong(wg)
         if const_expr(self.staged is not None):  # shared memory is read until then
             if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def zero_rows(self, acc: cute.Tensor, s: ScoreArgs, item: KeyItem, row_wg: Int32, thread: Int32):
+        """acc = 0 in rows of keys that the mask of keys leaves out, where it is garbage."""
+        first = item.tile * self.tile_k + row_wg * BLOCK + pair_rows(thread)
+        keeps = [self.keeps(s, item.head, first + 8 * r) for r in range(2)]
+        for i in cutlass.range_constexpr(cute.size(acc)):
+            acc[i] = acc[i] if keeps[i // 2 % 2] else Float32(0.0)
 
     @cute.jit
     def store_dbias(self, dbias: cute.Tensor, cta: Cta, block: ScoreBlock):

@@ -13,10 +13,10 @@ from cutlass import Float32, Int32, const_expr, pipeline
 
 from quackish.kernels.arguments import DTYPES, fake_args
 from quackish.kernels.dependent_launch import after_previous
-from quackish.ops.attention.arguments import BLOCK
+from quackish.ops.attention.arguments import BLOCK, ScoreArgs
 from quackish.ops.attention.config import REGISTERS, AttentionConfig, own_in_registers
 from quackish.ops.attention.kernels.cta import Cta, PerTensor
-from quackish.ops.attention.kernels.items import AttentionItems
+from quackish.ops.attention.kernels.items import AttentionItems, Head
 from quackish.ops.attention.kernels.loads import TileLoads
 from quackish.ops.attention.kernels.matmuls import Matmuls
 from quackish.ops.attention.kernels.own_tiles import OwnTiles
@@ -43,15 +43,19 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
     loads_stats = False  # True if shift and delta of the queries are loaded with their tile
     v_has_pipeline = False  # True if tiles of v have a pipeline of their own
     staged: SwizzledTile | None = None  # a warp group's dbias in shared memory before TMA stores it
+    keeps_bias = False  # True if an item has one tile of the bias
     least_tiles = 0  # 1 if an item has one tile even where a mask leaves it none
 
     def __init__(self, problem, config: AttentionConfig):
         self.problem, self.config = problem, config
         self.dtype, self.d = DTYPES[problem.dtype], problem.d
         self.own_in_registers = own_in_registers(problem, config)
-        rows, other = config.rows, config.tile
+        rows, other = problem.rows(config.num_wgs), config.tile
         self.tile_q, self.tile_k = (rows, other) if self.rows_are_queries else (other, rows)
         self.block_q, self.block_k = (BLOCK, other) if self.rows_are_queries else (other, BLOCK)
+        # A mask of keys leaves all scores of a key or none: the kernel for dk and dv clears rows of its results.
+        self.masks_scores = problem.mask and (self.rows_are_queries or not problem.mask_of_keys)
+        self.walks = self.masks_scores and not problem.paired  # leaves out tiles without keys
         self.own = SwizzledTile(self.dtype, BLOCK, self.d)
         self.other = SwizzledTile(self.dtype, config.tile, self.d)
         self.bias = self.mask = None
@@ -63,19 +67,20 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
 
     def shared_tiles(self) -> dict[str, Tiles]:
         """By the names in `PerTensor`, in the order in which they are allocated."""
-        stages = self.config.num_stages
-        scores = {"bias": self.bias, "mask": self.mask}
+        stages, batches = self.config.num_stages, self.problem.batches
+        scores = {"mask": self.mask} if self.keeps_bias else {"bias": self.bias, "mask": self.mask}
         return {
-            **{name: Tiles(self.own, self.num_own) for name in self.problem.own},
-            **{name: Tiles(self.other, stages) for name in self.problem.loaded},
+            **{name: Tiles(self.own, self.num_own * self.problem.batches_per_wg) for name in self.problem.own},
+            **{name: Tiles(self.other, stages * batches) for name in self.problem.loaded},
             **{name: Tiles(tile, stages) for name, tile in scores.items() if tile is not None},
         }
 
     @property
     def stage_bytes(self) -> int:
         """The bytes that are loaded per stage of `Cta.loaded`."""
-        of_values = self.other.bytes if self.v_has_pipeline else 0
-        return self.problem.stage_bytes(self.config.rows, self.config.tile) - of_values
+        of_values = self.problem.batches * self.other.bytes if self.v_has_pipeline else 0
+        rows = self.problem.rows(self.config.num_wgs)
+        return self.problem.stage_bytes(rows, self.config.tile) - of_values
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -139,19 +144,21 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
         """Allocates shared memory and makes pipelines.
 
         Own tiles: (BLOCK, d, own stages). Loaded tiles: (tile, d, stages). Bias and mask: (tile_q, tile_k, stages).
-        Statistics: (tile_q, 2, stages) fp32.
+        Statistics: (tile_q, 2, stages) fp32. All but bias and mask have `batches` tiles per stage: see `tile_of_stage`.
         """
-        c, smem = self.config, cutlass.memory.SmemAllocator()
+        c, smem, batches = self.config, cutlass.memory.SmemAllocator(), self.problem.batches
         own = self.problem.own
         walk, items = self.allocate_walk(smem), self.allocate_items(smem) if own else None
         shared = {name: tile.allocate(smem, count) for name, (tile, count) in self.tiles.items()}
         if self.loads_stats:
-            shared["stats"] = smem.allocate_tensor(Float32, cute.make_layout((self.tile_q, 2, c.num_stages)), 128)
+            layout = cute.make_layout((self.tile_q, 2, c.num_stages * batches))
+            shared["stats"] = smem.allocate_tensor(Float32, layout, 128)
         return Cta(
             args=args, tma=tma, shared=PerTensor(**shared), walk=walk, items=items,
-            own=self.pipeline(self.num_own, len(own) * self.own.bytes, 1) if own else None,
+            own=self.pipeline(self.num_own, self.own_stage_bytes, 1) if own else None,
             loaded=self.pipeline(c.num_stages, self.stage_bytes, c.num_wgs),
-            values=self.pipeline(c.num_stages, self.other.bytes, c.num_wgs) if self.v_has_pipeline else None,
+            values=self.pipeline(c.num_stages, batches * self.other.bytes, c.num_wgs) if self.v_has_pipeline else None,
+            biases=self.pipeline(c.own_stages, self.bias.bytes, c.num_wgs) if self.keeps_bias else None,
         )  # fmt: skip
 
     def pipeline(self, num_stages: int, num_bytes: int, num_wgs: int):
@@ -161,6 +168,24 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
             consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 4 * num_wgs), defer_sync=True,
         )  # fmt: skip
+
+    def tile_of_stage(self, stage: Int32, g: int) -> Int32:
+        """The loaded tile of an item's g-th batch in a stage."""
+        return stage if self.problem.batches == 1 else stage * self.problem.batches + g
+
+    def tile_of_wg(self, stage: Int32, g: int, wg: Int32) -> Int32:
+        """The loaded tile of the g-th batch of a warp group."""
+        return self.tile_of_stage(stage, wg if self.problem.short else g)
+
+    def heads_of_wg(self, head: Head, s: ScoreArgs, wg: Int32) -> list[Head]:
+        """The head in each batch of a warp group."""
+        if self.problem.short:
+            return [head._replace(batch=cutlass.min(head.batch + wg, s.batch - 1))]
+        return self.heads_of(head, s)
+
+    def rows_of_wg(self, wg: Int32) -> Int32:
+        """Which block of the CTA's rows a warp group has."""
+        return Int32(0) if self.problem.short else wg
 
     def wait_at_start(self):
         """Waits for the previous kernel, while the barriers are initialized."""
@@ -175,10 +200,15 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.num_stages)
         cta = cta._replace(bias_policy=self.bias_policy(cta.args.scores))
         for turn in cutlass.range(self.turns(cta.args), unroll=1):
-            state = self.load_item(cta, self.item(turn, cta.args), state)
+            item = self.item(turn, cta.args)
+            self.load_kept_bias(cta, item, turn)
+            state = self.load_item(cta, item, state)
         cta.loaded.producer_tail(state.clone())
         if const_expr(cta.values is not None):
             cta.values.producer_tail(state)
+
+    def load_kept_bias(self, cta: Cta, item: Any, turn: Int32):
+        """Loads the tile of the bias that is kept during an item, if there is one."""
 
     def load_tile(self, cta: Cta, item: Any, n: Int32, state, is_full):
         """Loads tile n of an item into a stage. is_full: 1 if the mask leaves all keys, else 0; None without a mask."""

@@ -37,4 +37,6 @@ class Cta(NamedTuple):
     own: Any  # pipeline of own tiles, or None
     loaded: Any  # pipeline of loaded tiles
     values: Any  # pipeline of v's tiles where they have their own, or None
+    biases: Any  # pipeline of tiles of the bias that are kept during an item, or None
+    bias_stage: Any = None  # the stage of the bias's tile, where an item keeps it
     bias_policy: Any = None  # the L2 cache policy for the bias, in the warp that loads it

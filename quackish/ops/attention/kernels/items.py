@@ -37,7 +37,16 @@ class AttentionItems(MaskWalk):
     @cute.jit
     def items(self, args) -> Int32:
         s = args.scores
-        return cute.ceil_div(s.num_q, self.tile_q) * s.heads * s.batch
+        return cute.ceil_div(s.num_q, self.tile_q) * s.heads * self.batch_items(s)
+
+    def batch_items(self, s: ScoreArgs) -> Int32:
+        """The number of items that have the same tile and head, of different batches."""
+        return s.batch if self.problem.batches == 1 else cute.ceil_div(s.batch, self.problem.batches)
+
+    def heads_of(self, head: Head, s: ScoreArgs) -> list[Head]:
+        """The head in each batch of an item, whose first one is that of `head`. The last batch may be done twice."""
+        others = range(1, self.problem.batches)
+        return [head, *(head._replace(batch=cutlass.min(head.batch + g, s.batch - 1)) for g in others)]
 
     @cute.jit
     def turns(self, args) -> Int32:
@@ -63,14 +72,17 @@ class AttentionItems(MaskWalk):
 
         If work differs, all heads of a rank come before the next rank.
         """
-        tiles, heads = cute.ceil_div(s.num_q, self.tile_q), s.heads * s.batch
+        tiles, heads = cute.ceil_div(s.num_q, self.tile_q), s.heads * self.batch_items(s)
         if const_expr(self.problem.band or self.problem.mask):
             rank, head = i // heads, i % heads
         else:
             rank, head = i % tiles, i // tiles
         # dq = ds k starts with the heads whose ds is still in the L2 (H100, d 64: 0.884 to 0.876 ms of a whole step).
         head = heads - 1 - head
-        return rank, Head(head // s.heads, head % s.heads, head % s.heads // s.group)
+        batch = head // s.heads
+        if const_expr(self.problem.paired):
+            batch = batch * self.problem.batches
+        return rank, Head(batch, head % s.heads, head % s.heads // s.group)
 
     @cute.jit
     def tile_of(self, rank: Int32, head: Head, s: ScoreArgs) -> Int32:

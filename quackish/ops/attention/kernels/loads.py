@@ -83,7 +83,7 @@ class TileLoads:
         is_full: 1 if the mask is not needed, else 0; None without a mask.
         """
         s, barrier = cta.args.scores, cta.loaded.producer_get_barrier(state)
-        if const_expr(self.bias is not None):
+        if const_expr(self.bias is not None and not self.keeps_bias):
             part = self.part_of_scores(cta, "bias", s.bias, head)
             self.load(part, tile_q, tile_k, state.index, barrier, cta.bias_policy)
         if const_expr(self.mask is not None):
@@ -120,10 +120,12 @@ class TileLoads:
         )  # fmt: skip
 
     @cute.jit
-    def load_stats(self, cta: Cta, head: Head, tile: Int32, state):
+    def load_stats(self, cta: Cta, head: Head, tile: Int32, state, g: cutlass.Constexpr[int] = 0):
+        """Of an item's g-th batch."""
         s, barrier = cta.args.scores, cta.loaded.producer_get_barrier(state)
+        to = self.tile_of_stage(state.index, g)
         for i in cutlass.range_constexpr(2):
             stats = cta.tma.stats.coordinates[None, head.batch * s.heads + head.query_head, i]
             tiles = cute.local_tile(stats, (self.tile_q,), (None,))
             part = self._part(cta.tma.stats.atom, cta.shared.stats[None, i, None], tiles, 1)
-            cute.copy(part.atom, part.tiles[None, tile], part.shared[None, state.index], tma_bar_ptr=barrier)
+            cute.copy(part.atom, part.tiles[None, tile], part.shared[None, to], tma_bar_ptr=barrier)

@@ -86,7 +86,7 @@ class MaskWalk:
     def load_item(self, cta: Cta, item, state):
         """Loads an item's tiles by the kernel's `load_tile`, and returns the pipeline state after them."""
         loaded = cta.loaded
-        if const_expr(self.problem.mask):
+        if const_expr(self.walks):
             done = Int32(0)
             for start in cutlass.range(item.first, item.last, 32, unroll=1):
                 walk = self.tiles_at(start, item, cta.args)
@@ -114,7 +114,7 @@ class MaskWalk:
 
         For a whole warp.
         """
-        if const_expr(not self.problem.mask):
+        if const_expr(not self.walks):
             return item.last
         return item.first + cutlass.max(self.count(item, args), self.least_tiles)
 
@@ -122,7 +122,7 @@ class MaskWalk:
 
     def allocate_walk(self, smem):
         """(stages,), or None without a mask. Allocated first: then it fits in front of the first aligned tile."""
-        if not self.problem.mask:
+        if not self.walks:
             return None
         return smem.allocate_tensor(Int32, cute.make_layout((self.config.num_stages,)), 16)
 

@@ -31,6 +31,14 @@ class OwnTiles:
         """Stages of `Cta.own`. Each is that of one warp group, which waits for no other."""
         return self.config.num_wgs * self.config.own_stages
 
+    @property
+    def own_stage_bytes(self) -> int:
+        return len(self.problem.own) * self.problem.batches_per_wg * self.own.bytes
+
+    def own_tile(self, stage: Int32, g: int) -> Int32:
+        """The tile of a warp group's g-th batch in a stage of `Cta.own`."""
+        return stage if self.problem.batches_per_wg == 1 else stage * self.problem.batches_per_wg + g
+
     def own_tiles(self, cta: Cta) -> list:
         """In shared memory: (BLOCK, d, stages of `Cta.own`) of each tensor."""
         return [getattr(cta.shared, name) for name in self.problem.own]
@@ -44,17 +52,20 @@ class OwnTiles:
             item = self.item(turn, args)
             words = (*item.head, item.tile, self.last_of(item, args))
             head = item.head.query_head if const_expr(self.rows_are_queries) else item.head.key_head
-            parts = [self.part(cta, name, head, item.head.batch) for name in self.problem.own]
             for w in cutlass.range_constexpr(wgs):
                 own.sync_object_empty.wait(state.index, state.phase)
                 with cute.arch.elect_one():
                     for i in cutlass.range_constexpr(len(words)):
                         items[i, state.index] = words[i]
                     barrier = own.producer_get_barrier(state)
-                    cute.arch.mbarrier_arrive_and_expect_tx(barrier, len(parts) * self.own.bytes)
-                for a in cutlass.range_constexpr(len(parts)):
-                    barrier = own.producer_get_barrier(state)
-                    self.load(parts[a], item.tile * wgs + w, 0, state.index, barrier)
+                    cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.own_stage_bytes)
+                batches = [of.batch for of in self.heads_of_wg(item.head, args.scores, Int32(w))]
+                row = item.tile if const_expr(self.problem.short) else item.tile * wgs + w
+                for name in self.problem.own:
+                    for g in cutlass.range_constexpr(len(batches)):
+                        barrier = own.producer_get_barrier(state)
+                        part = self.part(cta, name, head, batches[g])
+                        self.load(part, row, 0, self.own_tile(state.index, g), barrier)
                 state.advance()
         own.producer_tail(state)
 
@@ -80,7 +91,7 @@ class OwnTiles:
 
     @cute.jit
     def load_own(self, operands: list, cta: Cta, stage: Int32, thread: Int32):
-        """The `Operand`s of the item in a stage. Loads the own tiles that are kept in registers.
+        """The `Operand`s of the item in a stage. Loads the own tiles that are kept in registers. stage: of `own_tile`.
 
         Their stage is released at the item's end nevertheless: when it was released right here, the next item's tile
         overwrote rows before they were loaded, in the first items of a launch (`test_calls_in_a_row`).

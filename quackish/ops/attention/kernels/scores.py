@@ -81,9 +81,9 @@ class AttentionScores:
             block = block._replace(q0=cute.arch.make_warp_uniform(block.q0), thread=thread)
             self.add_terms(acc, factor, cta, stage, block, None)
             self.subtract(acc, cta, block, shift)
-        if const_expr(self.problem.mask and is_full is None):
+        if const_expr(self.masks_scores and is_full is None):
             self.mask_out(acc, cta, stage, block)
-        elif const_expr(self.problem.mask):
+        elif const_expr(self.masks_scores):
             if is_full == 0:
                 self.mask_out(acc, cta, stage, block)
         if self.cuts(args, block):
@@ -94,7 +94,7 @@ class AttentionScores:
     @cute.jit
     def add_terms(self, acc: cute.Tensor, factor: Float32, cta: Cta, stage: Int32, block: ScoreBlock, shift):
         """acc = log2(e) * x - shift for a shift like acc; x / `unit_of_scores` for None. factor: of q k^T."""
-        args = cta.args.scores
+        args, of_bias = cta.args.scores, stage if cta.bias_stage is None else cta.bias_stage
         if const_expr(self.are_scaled_later and shift is None):
             if args.scale <= 0.0:
                 for i in cutlass.range_constexpr(cute.size(acc)):
@@ -105,9 +105,9 @@ class AttentionScores:
         elif const_expr(self.bias is None):
             self.add_global_bias(acc, factor, args, block, shift)
         elif const_expr(self.bias.itemsize == 2):
-            self.add_bias(acc, factor, cta.shared.bias[None, None, stage].iterator, block, shift)
+            self.add_bias(acc, factor, cta.shared.bias[None, None, of_bias].iterator, block, shift)
         else:
-            self.add_fp32_bias(acc, factor, cta.shared.bias[None, None, stage].iterator, block, shift)
+            self.add_fp32_bias(acc, factor, cta.shared.bias[None, None, of_bias].iterator, block, shift)
 
     @cute.jit
     def subtract(self, acc: cute.Tensor, cta: Cta, block: ScoreBlock, shift: Shift):
@@ -226,7 +226,9 @@ class AttentionScores:
     @cute.jit
     def mask_out(self, acc: cute.Tensor, cta: Cta, stage: Int32, block: ScoreBlock):
         args = cta.args.scores
-        if const_expr(self.mask is None):
+        if const_expr(self.problem.mask_of_keys):
+            self.mask_out_keys(acc, args, block)
+        elif const_expr(self.mask is None):
             base = self.start(args.mask, block.head)
             for i in cutlass.range_constexpr(cute.size(acc)):
                 q, k = self.position(block, i)
@@ -248,3 +250,24 @@ class AttentionScores:
                 for n in cutlass.range_constexpr(2):
                     if keeps[n] == 0:
                         acc[i + n] = -Float32.inf
+
+    @cute.jit
+    def mask_out_keys(self, acc: cute.Tensor, args: ScoreArgs, block: ScoreBlock):
+        """`mask_out` for a mask that is the same for all queries: a lane loads few keys, and has a bit of each key."""
+        of_lane = [self.keeps(args, block.head, block.k0 + (j + block.thread % 32)) for j in range(0, self.block_k, 32)]
+        words = [cute.arch.vote_ballot_sync(keeps) for keeps in of_lane]
+        common = words[0]
+        for j in cutlass.range_constexpr(1, len(words)):
+            common = common & words[j]
+        if common != -1:
+            for j in cutlass.range_constexpr(len(words)):
+                kept = words[j] >> block.thread % 4 * 2
+                for i in cutlass.range_constexpr(16):
+                    if (kept >> (i // 4 * 8 + i % 2)) & 1 == 0:
+                        acc[16 * j + i] = -Float32.inf
+
+    @cute.jit
+    def keeps(self, args: ScoreArgs, head: Head, k: Int32) -> Boolean:
+        """True if a mask of keys leaves key k. Past the last key it is that of the last key."""
+        at = Int64(cutlass.min(k, args.num_k - 1)) * args.mask.column
+        return load_at(self.start(args.mask, head), at).to(Int32) != 0
