@@ -185,8 +185,7 @@ class AttentionKeysProblem(AttentionProblem):
 
     def live_registers(self, tile: int) -> int:
         is_wide = self.has_unaligned or self.bias_dtype == "float32"
-        masked = self.mask and not self.mask_of_keys
-        of_scores = 0 if tile == 32 else 56 if is_wide else masked * (16 + 8 * self.band)
+        of_scores = 0 if tile == 32 else 56 if is_wide else self.mask * (16 + 8 * (self.band or self.mask_of_keys))
         return tile + tile // 4 + self.batches_per_wg * self.d + 16 + of_scores + tile // 2 * self.softcap
 
     @property

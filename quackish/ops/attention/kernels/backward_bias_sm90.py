@@ -40,6 +40,11 @@ class AttentionBiasSm90(AttentionSm90):
     def keeps_bias(self) -> bool:
         return self.bias is not None
 
+    @property
+    def skips_full(self) -> bool:
+        p = self.problem
+        return p.mask_aligned and (p.bias_aligned or not p.mask_of_keys)
+
     def shared_tiles(self) -> dict[str, Tiles]:
         of_wgs = Tiles(self.own, self.config.num_wgs * self.config.num_stages)  # loaded, for each warp group
         of_bias = {"bias": Tiles(self.bias, self.config.own_stages)} if self.keeps_bias else {}
@@ -142,8 +147,8 @@ class AttentionBiasSm90(AttentionSm90):
                 cta.biases.consumer_wait(kept)
             for m in cutlass.range(item.first, self.last_of(item, args), unroll=1):
                 loaded.consumer_wait(read)
-                # Reading a mask that is not aligned only where needed spills registers.
-                j, is_full = self.loaded_tile(cta.walk, read.index, m, self.problem.mask_aligned)
+                # Reading an unaligned mask only where needed spills registers; so does a mask of keys with an unaligned bias.
+                j, is_full = self.loaded_tile(cta.walk, read.index, m, self.skips_full)
                 own = read.index * c.num_wgs + wg
                 self.multiply(x, mmas, rQ[None, None, None, own], rK[None, None, None, read.index])
                 self.multiply(dp, mmas, rDO[None, None, None, own], rV[None, None, None, read.index])

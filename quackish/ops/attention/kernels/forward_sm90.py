@@ -74,8 +74,8 @@ class AttentionForwardSm90(AttentionSm90):
                 self.multiply(x, *q[g], rK[None, None, None, self.tile_of_wg(read.index, g, wg)])
                 if const_expr(g > 0):
                     values.consumer_wait(previous)
-                    of_p = rV[None, None, None, self.tile_of_wg(previous.index, g - 1, wg)]
-                    self.multiply(o[g - 1], [pv_mma], p, of_p)
+                    of_first = rV[None, None, None, self.tile_of_wg(previous.index, g - 1, wg)]
+                    self.multiply(o[g - 1], [pv_mma], p, of_first)
                 cute.nvgpu.warpgroup.wait_group(1 if g > 0 else 0)
                 at, is_full = self.loaded_block(blocks[g], cta.walk, read.index, item.first)
                 self.scores(x, cta, read.index, at, None, None, is_full)
