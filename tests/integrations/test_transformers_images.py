@@ -72,6 +72,11 @@ def padded_patches(vision) -> dict:
     return dict(pixel_values=noise(2, 16, 3 * PATCH**2), spatial_shapes=shapes, pixel_attention_mask=masks)
 
 
+def positioned_patches(vision) -> dict:
+    positions = torch.cartesian_prod(torch.arange(6), torch.arange(6)).expand(2, -1, -1)
+    return dict(pixel_values=noise(2, 36, 3 * PATCH**2), image_position_ids=positions)
+
+
 class Case(NamedTuple):
     images: Callable[[object], dict]
     vision: str  # the kinds of patched modules outside the language model
@@ -79,15 +84,25 @@ class Case(NamedTuple):
     vision_values: dict | None = None
 
 
-SECTIONS = dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1]))
+ROTARY = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1])
+SECTIONS = dict(rope_parameters=ROTARY)
+PER_LAYER_TYPE = dict(rope_parameters=dict(full_attention=ROTARY, sliding_attention=ROTARY))
+ERNIE = dict(moe_intermediate_size=[24, 16], rope_parameters=dict(ROTARY, mrope_section=[1, 1, 2]))
 PINPOINTS = dict(image_grid_pinpoints=[[SIDE, SIDE], [SIDE, 2 * SIDE], [2 * SIDE, SIDE]])
+GEMMA4_VISION = dict(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, head_dim=8,
+    patch_size=PATCH, position_embedding_size=64,
+)  # fmt: skip
 MODELS = {
     "Aria": Case(squares, "mlp residuals", dict(projector_patch_to_query_dict={16: 4})),
     "AyaVision": Case(squares, "mlp residuals"),
     "Cohere2Vision": Case(squares, "mlp residuals"),
+    "CohereCompass": Case(grid, "mlp residuals", PER_LAYER_TYPE, dict(deepstack_visual_indexes=[0])),
     "DeepseekVL": Case(squares, "mlp residuals"),
+    "Ernie4_5_VLMoe": Case(grid, "norm", ERNIE),
     "Exaone4_5_": Case(grid, "mlp norm residuals", vision_values=dict(num_key_value_heads=4)),
     "Gemma3": Case(squares, "mlp norm residuals", dict(mm_tokens_per_image=4)),
+    "Gemma4": Case(positioned_patches, "norm residuals", dict(vision_config=GEMMA4_VISION)),
     "Glm4v": Case(grid, "mlp norm residuals", SECTIONS),
     "GotOcr2": Case(squares, "mlp"),
     "Idefics2": Case(one_tile_each, "mlp norm residuals"),
