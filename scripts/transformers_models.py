@@ -84,7 +84,7 @@ _LINEAR = _values(
     _16="mamba_d_head mamba_head_dim",
     _64="mamba_d_ssm",
 )
-_VISION = _values(
+VISION = _values(
     _1="num_hidden_layers depth layers encoder_layers",
     _4="num_attention_heads num_heads attention_heads encoder_attention_heads",
     _8="head_dim",
@@ -141,8 +141,8 @@ def model_classes() -> dict[str, type]:
     return dict(sorted(found.items()))
 
 
-def small_config(kind: type, values: dict):
-    """A config of a model class with those of `values` that it has, in its sub-configs too."""
+def small_config(kind: type, values: dict, vision: dict = VISION):
+    """A config of a model class with those of `values` that it has, in its sub-configs too; `vision` are other ones."""
 
     def arguments(config_class: type, values: dict) -> dict:
         default = config_class()
@@ -151,7 +151,7 @@ def small_config(kind: type, values: dict):
             sub = getattr(default, name, None)
             if isinstance(sub, transformers.PreTrainedConfig):
                 is_text = hasattr(sub, "vocab_size") and "vision" not in name and "audio" not in name
-                sub_values = values if is_text else _VISION
+                sub_values = values if is_text else vision
                 taken[name] = type(sub)(**arguments(type(sub), sub_values))
         return taken
 
@@ -198,11 +198,11 @@ def text_batch(model: nn.Module) -> dict:
     return arguments
 
 
-def step(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def step(model: nn.Module, arguments: dict) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of one step, and the gradients."""
     torch.manual_seed(0)
     model.zero_grad()
-    loss = model(**text_batch(model)).loss
+    loss = model(**arguments).loss
     loss.backward()
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -230,19 +230,21 @@ def compare(kind: type) -> Result:
     for values in LEVELS:
         try:
             model = build(kind, small_config(kind, {**values, **SPECIAL.get(kind.__name__, {})}))
-            loss, grads = step(model)
+            arguments = text_batch(model)
+            loss, grads = step(model, arguments)
             if not torch.isfinite(loss):
                 raise ValueError("its loss is not finite")
         except Exception as error:  # anything that a model may raise
             problems.append(f"{type(error).__name__}: {' '.join(str(error).split())}")
             continue
-        _compare(model, loss, grads, result)
+        compare_step(model, arguments, loss, grads, result)
         return result
     result.problem = problems[0]
     return result
 
 
-def _compare(model: nn.Module, loss: torch.Tensor, grads: dict, result: Result) -> None:
+def compare_step(model: nn.Module, arguments: dict, loss: torch.Tensor, grads: dict, result: Result) -> None:
+    """Runs a step with quackish, and writes into `result` how it differs from `loss` and `grads`, those without."""
     before = {name: t.clone() for name, t in model.state_dict().items()}
     classes = [type(module) for module in model.modules()]
     try:
@@ -253,7 +255,7 @@ def _compare(model: nn.Module, loss: torch.Tensor, grads: dict, result: Result) 
         result.entries = report(model)
         return
     result.entries = report(model)
-    got_loss, got = step(model)
+    got_loss, got = step(model, arguments)
     revert(model)
     worst = {"loss": ((got_loss - loss).abs() / loss.abs()).item()}
     largest = max(grad.abs().max().item() for grad in grads.values())  # others may be 0 but for rounding

@@ -185,6 +185,36 @@ def test_sums_that_a_layer_looks_at_and_returns():
     torch.testing.assert_close(results(), expected)
 
 
+class WithMask(OwnLayer):
+    """Does with a mask what it does not in trials, which pass None: norms a sum without grad, and writes to it."""
+
+    def forward(self, hidden_states, mask):
+        output, _ = self.attention(hidden_states, mask)
+        total = hidden_states + output
+        if mask is not None:
+            with torch.no_grad():
+                score, constant = self.norm(total).sum(-1, keepdim=True), self.mlp(output)
+            total = total + (score > 0) * (output**2 - 1) + constant
+            same = total = total + output
+            total[mask] += self.mlp(total[mask])
+            total = same
+        return total + self.mlp(self.norm(total))
+
+
+def test_what_a_layer_does_with_a_sum_in_some_calls():
+    layer, x, mask = WithMask().double(), torch.randn(2, 5, 32, dtype=torch.float64), torch.rand(2, 5) > 0.5
+
+    def results():
+        leaf = x.clone().requires_grad_()
+        y = layer(leaf, mask)
+        return [y.detach(), *torch.autograd.grad(y.sum(), [leaf, *layer.parameters()])]
+
+    expected = results()
+    apply(layer, head=False)
+    assert any(entry.kind == "residuals" for entry in report(layer).patched)
+    torch.testing.assert_close(results(), expected)
+
+
 def test_a_report_after_a_linear_was_wrapped():
     layer = apply(OwnLayer(), head=False)
     layer.mlp.gate = nn.Sequential(layer.mlp.gate)  # as an adapter

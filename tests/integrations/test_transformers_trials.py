@@ -725,7 +725,7 @@ def test_an_mlp_on_kernels():
 def test_which_rotary_functions_are_computed(family, form, monkeypatch):
     model = tiny(family)
     attention, expected = model.model.layers[0].self_attn, step(model)
-    assert rotaries.form_of(attention) == ("apply_rotary_pos_emb", *form)
+    assert rotaries.forms_of(attention) == (("apply_rotary_pos_emb", *form),)
     calls, rotary = [], quackish.rotary
     monkeypatch.setattr(quackish, "rotary", lambda *args, **options: calls.append(1) or rotary(*args, **options))
     with applied(model, norms=False, head=False, mlp=False):
@@ -797,17 +797,38 @@ def tables(d=16, batch=2, length=5):
 def test_rotary_functions_of_own_attentions(function, form, monkeypatch):
     monkeypatch.setitem(globals(), "apply_rotary_pos_emb", function)
     module = OwnAttention()
-    found = rotaries.form_of(module)
+    found = rotaries.forms_of(module)
     if isinstance(form, str):
         assert re.search(form, found)
         return
-    assert found == ("apply_rotary_pos_emb", *form)
+    assert found == (("apply_rotary_pos_emb", *form),)
     q, k, cos, sin = tables()
     with applied(module, head=False):
         for width in (16, 8) if form[2] else (16,):
             arguments = q, k, cos[..., :width], sin[..., :width]
             for got, want in zip(module(*arguments), function(*arguments), strict=True):
                 torch.testing.assert_close(got, want)
+
+
+apply_rotary_pos_emb_interleave = deepseek_like  # of CallsTwo
+
+
+class CallsTwo(OwnAttention):
+    is_interleaved = True
+
+    def forward(self, *args):
+        return apply_rotary_pos_emb_interleave(*args) if self.is_interleaved else apply_rotary_pos_emb(*args)
+
+
+@pytest.mark.parametrize("other", [glm_like, keys_scaled])
+def test_attentions_that_call_one_of_two_functions(other, monkeypatch):
+    monkeypatch.setitem(globals(), "apply_rotary_pos_emb", other)
+    module, calls, rotary = apply(CallsTwo(), head=False), [], quackish.rotary
+    monkeypatch.setattr(quackish, "rotary", lambda *args, **options: calls.append(1) or rotary(*args, **options))
+    for module.is_interleaved in (True, False):
+        function, arguments = deepseek_like if module.is_interleaved else other, tables()
+        torch.testing.assert_close(module(*arguments), function(*arguments))
+    assert calls == [1] * (2 if other is glm_like else 1)
 
 
 def test_calls_that_rotary_does_not_cover_run_the_files_function(monkeypatch):

@@ -133,7 +133,7 @@ def _patch(entry: Entry, model: nn.Module, options: head_patches.HeadOptions) ->
     elif entry.kind == "mlp":
         module.__class__ = mlp_patches.mlp_class(type(module), mlp_patches.form_of(module))
     elif entry.kind == "rotary":
-        module.__class__ = rotaries.attention_class(type(module), rotaries.form_of(module))
+        module.__class__ = rotaries.attention_class(type(module), rotaries.forms_of(module))
     elif entry.kind == "residuals":
         module.__class__ = residual_patches.layer_class(type(module))
     elif entry.kind == "experts":

@@ -128,7 +128,7 @@ def examine(model: nn.Module, kinds: Sequence[Kind] = get_args(Kind)) -> Iterato
             reason = mlps.why_bypassed(module, type(module).mlp_form) if done else _why(mlps.form_of(module))
             yield Entry(name, module, "mlp", done, reason)
         if "rotary" in kinds and rotaries.called_by(module):
-            reason = rotaries.why_bypassed(module) if done else _why(rotaries.form_of(module))
+            reason = rotaries.why_bypassed(module) if done else _why(rotaries.forms_of(module))
             yield Entry(name, module, "rotary", done, reason)
         if "residuals" in kinds and residuals.is_layer(module):
             yield Entry(name, module, "residuals", done, residuals.why_unsupported(module))

@@ -107,6 +107,10 @@ class _Deferred:
                 self._tensor = self.compute()
         return self._tensor
 
+    def can_fuse(self) -> bool:
+        """True if it is not computed yet, and gradients are enabled, or not, as they were for this value."""
+        return self._tensor is None and self._grad_enabled == torch.is_grad_enabled()
+
     def __add__(self, other: Any) -> Any:
         return _add(self, other)
 
@@ -118,21 +122,6 @@ class _Deferred:
 
     __rmul__ = __mul__
 
-    def __getitem__(self, index: Any) -> Any:
-        return self.tensor()[index]
-
-    def __neg__(self) -> Any:
-        return -self.tensor()
-
-    def __sub__(self, other: Any) -> Any:
-        return self.tensor() - _computed(other)
-
-    def __rsub__(self, other: Any) -> Any:
-        return _computed(other) - self.tensor()
-
-    def __truediv__(self, other: Any) -> Any:
-        return self.tensor() / _computed(other)
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self.tensor(), name)
 
@@ -141,6 +130,22 @@ class _Deferred:
         if func in (torch.add, Tensor.add, Tensor.__add__) and len(args) == 2 and not kwargs:
             return _add(*args)
         return func(*_computed(args), **{name: _computed(value) for name, value in (kwargs or {}).items()})
+
+
+def _of_tensor(name: str) -> Callable:
+    """A special method of tensors, for deferred values. Python does not look these up with `__getattr__`."""
+
+    def method(self: _Deferred, *args: Any) -> Any:
+        return getattr(self.tensor(), name)(*_computed(args))
+
+    return method
+
+
+for _name in (
+    "getitem setitem len iter contains bool float int index neg pos abs invert eq ne lt le gt ge and or xor rand ror "
+    "rxor sub rsub truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul"
+).split():
+    setattr(_Deferred, f"__{_name}__", _of_tensor(f"__{_name}__"))
 
 
 class _Output(_Deferred):
@@ -162,7 +167,7 @@ class _MlpOutput(_Deferred):
 
     def plus(self, residual: Tensor) -> Tensor | None:
         """The output plus a residual; None if `quackish.mlp` does not compute it."""
-        if self._tensor is not None or not _alike(self.x, residual):
+        if not self.can_fuse() or not _alike(self.x, residual):
             return None
         return mlps.run(self.mlp, self.x, residual)
 
@@ -180,7 +185,7 @@ class _Sum(_Deferred):
     def normed(self, norm: nn.Module) -> _Deferred:
         """The norm of the sum."""
         bypassed = why_output_differs(norm, ignored=()) or why_weights_unsupported(norm)
-        if self._tensor is not None or bypassed or not _alike(self.x, self.residual):
+        if bypassed or not self.can_fuse() or not _alike(self.x, self.residual):
             return _deferred(norm(self.tensor()))
         y, self._tensor = norms.run(norm, type(norm).norm_formula, self.x, self.residual)
         return _Output(y)

@@ -37,26 +37,27 @@ class Form(NamedTuple):
 
 
 @functools.cache
-def attention_class(base: type, form: Form) -> type:
+def attention_class(base: type, forms: tuple[Form, ...]) -> type:
     """A subclass of an attention whose forward calls `quackish.rotary`. Cached."""
-    plain = _innermost(base.forward)
-    original = plain.__globals__[form.name]
-    with_rotary = _with_globals(base.forward, {form.name: _function(plain.__globals__, original, form)})
+    file = _innermost(base.forward).__globals__
+    originals = {form.name: file[form.name] for form in forms}
+    replaced = {form.name: _function(file, originals[form.name], form) for form in forms}
+    with_rotary = _with_globals(base.forward, replaced)
 
     def forward(self, *args, **kwargs) -> Any:
         run = base.forward if torch.compiler.is_compiling() else with_rotary  # the compiler fuses the rotation itself
         return run(self, *args, **kwargs)
 
-    return subclass(
-        base, forward, (attention_class, base, form), rotary_form=form, rotary_function=staticmethod(original)
-    )
+    return subclass(base, forward, (attention_class, base, forms), rotary_functions=originals)
 
 
 def why_bypassed(attention: nn.Module) -> str:
     """Says why a patched attention calls another function than quackish's; "" if it does not."""
-    plain, form = _innermost(unpatched_class(attention).forward), type(attention).rotary_form
-    is_original = plain.__globals__.get(form.name) is type(attention).rotary_function
-    return "" if is_original else f"{form.name} of its file was replaced"
+    file = _innermost(unpatched_class(attention).forward).__globals__
+    for name, function in type(attention).rotary_functions.items():
+        if file.get(name) is not function:
+            return f"{name} of its file was replaced"
+    return ""
 
 
 def _function(file: dict[str, Any], original: Callable, form: Form) -> Callable:
@@ -132,31 +133,39 @@ def _with_globals(function: Any, replaced: dict[str, Any]) -> types.FunctionType
 # Trials ---------------------------------------------------------------------------------------------------------------
 
 
-def called_by(module: nn.Module) -> str | None:
-    """The name of the rotary function that the module's class calls."""
+def called_by(module: nn.Module) -> list[str]:
+    """The names of the rotary functions that the module's class calls; DeepSeek V3's config chooses one of two."""
     function = _innermost(unpatched_class(module).forward)
     names = getattr(getattr(function, "__code__", None), "co_names", ())
-    return next((name for name in NAMES if name in names and callable(function.__globals__.get(name))), None)
+    return [name for name in NAMES if name in names and callable(function.__globals__.get(name))]
 
 
-_forms: dict[Any, Form | str] = {}  # by the file's function
+_forms: dict[tuple[Callable, str], Form | str] = {}  # by the file's function and its name
 
 
-def form_of(attention: nn.Module) -> Form | str:
-    """How an attention's function rotates, or why `quackish.rotary` does not. Cached per function."""
-    base, name = unpatched_class(attention), called_by(attention)
+def forms_of(attention: nn.Module) -> tuple[Form, ...] | str:
+    """How the functions rotate that `quackish.rotary` computes, or why it computes none."""
+    base = unpatched_class(attention)
     if "forward" in vars(attention):
         return "its forward was replaced on the instance, as hooks of accelerate do"
     if why := _why_not_copied(base.forward):
         return why
-    function = _innermost(base.forward).__globals__[name]
-    if function not in _forms:
+    file = _innermost(base.forward).__globals__
+    found = [_form_of(file[name], name) for name in called_by(attention)]
+    forms = tuple(form for form in found if isinstance(form, Form))
+    return forms or next(why for why in found if isinstance(why, str))
+
+
+def _form_of(function: Callable, name: str) -> Form | str:
+    """How a function rotates, or why `quackish.rotary` does not compute it. Cached."""
+    key = function, name
+    if key not in _forms:
         try:
             with isolated():
-                _forms[function] = _find(function, name)
+                _forms[key] = _find(function, name)
         except Exception as error:  # anything the function may raise
             return reason(error)
-    return _forms[function]
+    return _forms[key]
 
 
 def _why_not_copied(function: Any) -> str:
