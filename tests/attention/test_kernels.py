@@ -91,7 +91,7 @@ def test_two_batches_at_a_time_emulated(kind):
 @pytest.mark.parametrize("bias", [(3, 2, 70, 136), None, (3, 1, 70, 141)])
 def test_mask_of_keys_emulated(bias):
     """Its own bias, with dbias in memory; no bias; a broadcast bias that TMA cannot load."""
-    args = mask_of_keys_case(3, 2, 70, bias[-1] if bias else 136, 64, bias=bias)
+    args = mask_of_keys_case(3, 2, 70, bias[-1] if bias else 200, 64, bias=bias)
     with emulated(QUICK):
         assert_right(step(args), truth(args))
 

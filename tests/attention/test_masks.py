@@ -8,8 +8,7 @@ import torch
 import quackish
 from quackish.device.kernel_device import device_of
 from quackish.ops.attention.arguments import BLOCK, EMPTY, FULL, MIXED, OrderArgs, Strided
-from quackish.ops.attention.kernel_steps import steps_of
-from quackish.ops.attention.mask_plan import layout_of_plan, unknown_plan
+from quackish.ops.attention.kernel_steps import layout_of_plan, steps_of, unknown_plan
 from quackish.ops.attention.problems import AttentionOrderProblem
 from quackish.ops.attention.reference import Inputs, Options
 from quackish.testing.errors import same_bits
@@ -79,7 +78,7 @@ def orders_of(classes, num_q, num_k):
 def assert_plan(plan, mask, num_q, num_k):
     layout, classes = layout_of_plan(mask.shape, num_q, num_k), classes_of(mask)
     assert same_bits(plan[layout.classes :], classes.flatten())
-    if mask.shape[2] > 1:  # no kernel reads the order of a mask that is the same for all queries
+    if mask.shape[2] > 1:  # a mask of keys needs no order
         want = torch.cat([order.flatten() for order in orders_of(classes, num_q, num_k)])
         assert same_bits(plan[: layout.classes].view(torch.int32), want)
 

@@ -96,7 +96,7 @@ class AttentionSteps:
         """What kernels read about a mask, in memory as `layout_of_plan` says.
 
         For each block, whether no key, some keys or all keys take part; and the order in which tiles start, unless it
-        depends on causality or a window.
+        depends on causality or a window, or the mask is one of keys.
         """
         mask = inputs.mask
         if mask is None:

@@ -72,7 +72,8 @@ class AttentionRowsProblem:
 def _scores_work(p: AttentionProblem, s: Sizes, matmuls: int, rows: int) -> Work:
     """matmuls: of Lq x Lk x d. rows: tensors like q that are read and written, besides k and v."""
     scores = s["batch"] * s["heads"] * s["num_q"] * s["num_k"]
-    of_bias, of_mask = (_matrices(s, of) * s["num_q"] * s["num_k"] for of in ("bias", "mask"))
+    of_bias = _matrices(s, "bias") * s["num_q"] * s["num_k"]
+    of_mask = _matrices(s, "mask") * (1 if p.mask_of_keys else s["num_q"]) * s["num_k"]
     of_q, of_k = (s["batch"] * s["heads"] * s[n] * s["d"] * bytes_of(p.dtype) for n in ("num_q", "num_k"))
     read = of_bias * bytes_of(p.bias_dtype) + of_mask * p.mask + (rows - 1) * of_q + 2 * of_k // s["group"]
     notes = ["fewer bytes of a bias or mask that is the same for all queries or keys"] * (of_bias + of_mask > 0)

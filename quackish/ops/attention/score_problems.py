@@ -6,6 +6,7 @@ from typing import ClassVar
 from quackish.device.arguments import ALIGNED_F32, Ptr
 from quackish.ops.attention.arguments import (
     BLOCK,
+    MAX_D,
     BiasArgs,
     ForwardArgs,
     KeysArgs,
@@ -164,8 +165,10 @@ class AttentionKeysProblem(AttentionProblem):
 
     @property
     def choices(self) -> tuple[tuple[int, int], ...]:
-        smaller = self.short or (self.d == 32 and (self.paired or self.mask_of_keys))  # tiles of 128 spill registers
-        return tuple((tile, stages) for tile, stages in self.preferred if tile <= BLOCK or not smaller)
+        most = BLOCK if self.paired or self.mask_of_keys else max(self.tiles)  # larger tiles spill registers
+        if self.mask_of_keys and self.d == MAX_D:
+            most = BLOCK // 2
+        return tuple((tile, stages) for tile, stages in self.preferred if tile <= most)
 
     @property
     def ds_is_dbias(self) -> bool:
@@ -185,7 +188,8 @@ class AttentionKeysProblem(AttentionProblem):
 
     def live_registers(self, tile: int) -> int:
         is_wide = self.has_unaligned or self.bias_dtype == "float32"
-        of_scores = 0 if tile == 32 else 56 if is_wide else self.mask * (16 + 8 * (self.band or self.mask_of_keys))
+        masked = self.mask and not self.mask_of_keys
+        of_scores = 0 if tile == 32 else 56 if is_wide else masked * (16 + 8 * self.band)
         return tile + tile // 4 + self.batches_per_wg * self.d + 16 + of_scores + tile // 2 * self.softcap
 
     @property

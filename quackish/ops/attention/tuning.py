@@ -96,9 +96,9 @@ def _inputs(p: AttentionProblem, sizes: Mapping[str, int], device: torch.device)
     batch, heads, num_q, num_k, d = (sizes[name] for name in ("batch", "heads", "num_q", "num_k", "d"))
     dtype = getattr(torch, p.dtype)
 
-    def scores(of: str, dtype: torch.dtype, aligned: bool) -> Tensor:
+    def scores(of: str, dtype: torch.dtype, aligned: bool, rows: int = num_q) -> Tensor:
         row = -(-num_k // _ALIGNED) * _ALIGNED + (not aligned)
-        shape = sizes.get(f"{of}_batch", batch), sizes.get(f"{of}_heads", heads), num_q, row
+        shape = sizes.get(f"{of}_batch", batch), sizes.get(f"{of}_heads", heads), rows, row
         return torch.randn(shape, dtype=dtype, device=device)[..., :num_k]
 
     q = torch.randn(batch, heads, num_q, d, dtype=dtype, device=device)
@@ -107,7 +107,7 @@ def _inputs(p: AttentionProblem, sizes: Mapping[str, int], device: torch.device)
     bias = None if bias_dtype is None else scores("bias", getattr(torch, bias_dtype), p.bias_aligned)
     mask = None
     if p.mask:
-        keep = scores("mask", torch.float32, p.mask_aligned)
+        keep = scores("mask", torch.float32, p.mask_aligned, 1 if p.mask_of_keys else num_q)
         mask = torch.empty_strided(keep.shape, keep.stride(), dtype=torch.bool, device=device)
         torch.gt(keep, 0, out=mask)
     return Inputs(q, k, v, bias, mask)

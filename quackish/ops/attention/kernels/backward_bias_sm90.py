@@ -147,8 +147,7 @@ class AttentionBiasSm90(AttentionSm90):
                 cta.biases.consumer_wait(kept)
             for m in cutlass.range(item.first, self.last_of(item, args), unroll=1):
                 loaded.consumer_wait(read)
-                # Reading an unaligned mask only where needed spills registers; so does a mask of keys with an unaligned
-                # bias.
+                # Reading an unaligned mask, or one of keys beside such a bias, only where needed spills registers.
                 j, is_full = self.loaded_tile(cta.walk, read.index, m, self.skips_full)
                 own = read.index * c.num_wgs + wg
                 self.multiply(x, mmas, rQ[None, None, None, own], rK[None, None, None, read.index])
