@@ -481,6 +481,8 @@ def distillation_rows() -> Table:
             find("H100/linear_divergence.csv", shape=shape, data=data, provider=p, **where) for p in providers.values()
         ]
         roof = find("H100/linear_divergence.csv", shape=shape, data=data, provider="four-gemms", **where)
+        if rows[0] is None:  # a run that was interrupted
+            continue
         yield of_shape(shape), data.removeprefix("beta="), ms(roof), *(c for row in rows for c in (ms(row), gb(row)))
 
 

@@ -49,13 +49,14 @@ def operation(card: str, cell: Cell, ours: str = OURS, same_memory: bool = False
 
 
 def step(card: str, model: str, compiled: str = "no") -> Times:
+    """A training step."""
     names = {"quackish": "", "liger": "Liger, whole patch", "plain": ""}
     rows = [find(f"{card}/llama_step.csv", model=model, provider=name, compiled=compiled) for name in names]
-    pairs = zip(rows, names.values(), strict=True)
-    times = [
-        Time(float(row["median_ms"]), float(row["peak_gb"]), name) if row["median_ms"] else None for row, name in pairs
-    ]
-    return tuple(times)
+    ours, liger, plain = (
+        Time(float(row["median_ms"]), float(row["peak_gb"]), name)
+        for row, name in zip(rows, names.values(), strict=True)
+    )
+    return ours, liger, plain
 
 
 def loss(*shape: int) -> Cell:
@@ -83,8 +84,6 @@ def rows_of(card: str) -> dict[str, Callable[[], Times]]:
         rows["1B Llama, an eager step"] = of_step("llama-1b")
         rows["the same, layers compiled"] = of_step("llama-1b", "layers")
         rows["4 layers of an 8B Llama, an eager step"] = of_step("llama-8b")
-        rows["Qwen3 1.7B, an eager step"] = of_step("qwen3-1.7b")
-    rows["cross entropy, 4096 x 2048 x 32,000"] = of(loss(4096, 2048, 32000))
     rows["cross entropy, 8192 x 4096 x 128,256"] = of(loss(8192, 4096, 128256))
     rows['the same, `schedule="recompute"`'] = of(loss(8192, 4096, 128256), f"{OURS}-recompute", same_memory=True)
     if card == "H100":

@@ -8,7 +8,8 @@ import torch
 import quackish
 from quackish.device.kernel_device import device_of
 from quackish.ops.attention.arguments import BLOCK, EMPTY, FULL, MIXED, OrderArgs, Strided
-from quackish.ops.attention.kernel_steps import layout_of_plan, steps_of, unknown_plan
+from quackish.ops.attention.kernel_steps import steps_of
+from quackish.ops.attention.mask_plan import layout_of_plan, unknown_plan
 from quackish.ops.attention.problems import AttentionOrderProblem
 from quackish.ops.attention.reference import Inputs, Options
 from quackish.testing.errors import same_bits
