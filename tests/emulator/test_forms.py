@@ -63,7 +63,7 @@ def of_family(family: str) -> list[emulator_forms.Case]:
     ]
 
 
-LATE = ("cp", "mbarrier", "wgmma")  # that tests run by default; test_emulator_tcgen05.py runs tcgen05's late
+LATE = ("cp", "mbarrier", "wgmma")  # that tests run by default; test_tcgen05.py runs tcgen05's late
 OTHERS_LATE = ("tcgen05", "st", "bar", "barrier", "mapa")
 
 
