@@ -27,14 +27,66 @@ class Flow(NamedTuple):
     touches: frozenset[Register]  # all of them
 
 
-def flow_of(instruction: Instruction, form: isa.Form, operands: Operands) -> Flow:
-    """The flow of an instruction that a form executes."""
+class BlockFlow(NamedTuple):
+    flows: list[Flow]  # of each instruction
+    touches: frozenset[Register]  # the registers of all instructions
+
+
+class Dataflow:
+    """The flows of the instructions in an entry's blocks. They are computed when they are needed."""
+
+    def __init__(self, blocks: list[list[Instruction]], forms: list[list[isa.Form]], operands: Operands):
+        self._blocks, self._forms, self._operands = blocks, forms, operands
+        self._known: dict[int, BlockFlow] = {}
+
+    def of(self, block: int) -> BlockFlow:
+        known = self._known.get(block)
+        if known is None:
+            pairs = zip(self._blocks[block], self._forms[block], strict=True)
+            flows = [_flow_of(instruction, form, self._operands) for instruction, form in pairs]
+            touches = frozenset[Register]().union(*(flow.touches for flow in flows))
+            known = self._known[block] = BlockFlow(flows, touches)
+        return known
+
+    def read_first(self, following: list[list[int]]) -> list[Register]:
+        """The registers that some path reads before it writes them. following: the blocks that may come after each"""
+        needed: list[set[str]] = []  # what a block reads and has not written before
+        written: list[set[str]] = []
+        for instructions, forms in zip(self._blocks, self._forms, strict=True):
+            reads, writes = set[str](), set[str]()
+            for instruction, form in zip(instructions, forms, strict=True):
+                results, sources = _split(instruction, form)
+                reads.update(name for name in _names(sources) if name not in writes)
+                if instruction.predicate is None:
+                    writes.update(_names(results))
+                elif instruction.predicate.name not in writes:
+                    reads.add(instruction.predicate.name)
+            needed.append(reads)
+            written.append(writes)
+        has_changed = True
+        while has_changed:
+            has_changed = False
+            for i in reversed(range(len(needed))):
+                more = set[str]().union(*(needed[j] for j in following[i])) - written[i] - needed[i]
+                has_changed |= bool(more)
+                needed[i] |= more
+        return sorted(map(self._operands.key, needed[0]))
+
+
+def _split(instruction: Instruction, form: isa.Form) -> tuple[list[Any], list[Any]]:
+    """The operands that an instruction writes, and those that it reads."""
     count = len(form.results)
     results, sources = list(instruction.operands[:count]), list(instruction.operands[count:])
     if any("&" in declared for declared in form.operands):
         updated = [declared.strip().startswith("&") for declared in form.operands]
         results += [operand for operand, is_result in zip(sources, updated, strict=True) if is_result]
         sources = [operand for operand, is_result in zip(sources, updated, strict=True) if not is_result]
+    return results, sources
+
+
+def _flow_of(instruction: Instruction, form: isa.Form, operands: Operands) -> Flow:
+    """The flow of an instruction that a form executes."""
+    results, sources = _split(instruction, form)
     parts = instruction.opcode.split(".")
     values = [operand for operand in sources if not isinstance(operand, Address)]
     is_stored = parts[0] in ("st", "red", "atom") and "global" in parts
@@ -64,24 +116,3 @@ def _names(operand: Any) -> Iterator[str]:
     elif isinstance(operand, (tuple, list)):
         for part in operand:
             yield from _names(part)
-
-
-def read_first(flows: list[list[Flow]], following: list[list[int]]) -> list[Register]:
-    """The registers that some path reads before it writes them. following: the blocks that may come after each one"""
-    needed: list[set[Register]] = []  # what a block reads and has not written before
-    written: list[set[Register]] = []
-    for block in flows:
-        needed.append(set())
-        written.append(set())
-        for flow in block:
-            needed[-1].update(register for register in flow.reads if register not in written[-1])
-            if flow.guard is None:
-                written[-1].update(flow.writes)
-    has_changed = True
-    while has_changed:
-        has_changed = False
-        for i in reversed(range(len(flows))):
-            more = set().union(*(needed[j] for j in following[i])) - written[i] - needed[i]
-            has_changed |= bool(more)
-            needed[i] |= more
-    return sorted(needed[0])

@@ -39,8 +39,6 @@ class BasicBlock(NamedTuple):
     members: Reader | None  # for "members": the mask of each thread
     chosen: Reader | None  # the first instruction's predicate, if it has one: the other threads need not converge
     polls: bool  # see isa.Form
-    flows: list[dataflow.Flow]  # of each instruction
-    touches: frozenset[late_loads.Register]  # the registers of all instructions
 
     @property
     def size(self) -> int:
@@ -57,6 +55,7 @@ class Program(NamedTuple):
     local_bytes: int  # of each thread
     symbols: dict[str, int]  # offsets of shared symbols
     wgmma_bits: dict[int, int]  # row of a 32-bit register that wgmma uses -> its bit
+    flows: dataflow.Dataflow
     read_first: list[late_loads.Register]  # registers that may be read before they are written
 
     def location(self, block: int, index: int) -> str:
@@ -100,10 +99,10 @@ class _Decoder:
             self._block(i, begin, forms[begin:end]) for i, (begin, end) in enumerate(zip(starts, ends, strict=True))
         ]
         # An entry that ends without `ret` exits.
-        blocks.append(
-            BasicBlock([], lambda lanes: lanes.cta.exit(lanes.mask), [], "", None, None, False, [], frozenset())
-        )
+        blocks.append(BasicBlock([], lambda lanes: lanes.cta.exit(lanes.mask), [], "", None, None, False))
         following = [self._following(number, block) for number, block in enumerate(blocks)]
+        of_blocks = [forms[begin:end] for begin, end in zip(starts, ends, strict=True)]
+        flows = dataflow.Dataflow([block.instructions for block in blocks], [*of_blocks, []], self.operands)
         return Program(
             self.entry,
             blocks,
@@ -112,7 +111,8 @@ class _Decoder:
             self.operands.local_bytes,
             self.operands.symbols,
             self._bits_of_rows(),
-            dataflow.read_first([block.flows for block in blocks], following),
+            flows,
+            flows.read_first(following),
         )
 
     def _following(self, number: int, block: BasicBlock) -> list[int]:
@@ -169,13 +169,7 @@ class _Decoder:
         converged = self._converged(first, forms[0])
         members = self.operands.reader("b32", first.operands[-1], first) if converged == "members" else None
         chosen = self.operands.reader("pred", self._predicate(first), first) if first.predicate is not None else None
-        flows = [
-            dataflow.flow_of(instruction, form, self.operands)
-            for instruction, form in zip(instructions, forms, strict=True)
-        ]
-        polls = any(form.polls for form in forms)
-        touches = frozenset().union(*(flow.touches for flow in flows))
-        return BasicBlock(steps, end, instructions, converged, members, chosen, polls, flows, touches)
+        return BasicBlock(steps, end, instructions, converged, members, chosen, any(form.polls for form in forms))
 
     def _converged(self, instruction: Instruction, form: isa.Form) -> str:
         """`form.converged`, except that a constant member mask of all threads means the warp."""

@@ -364,7 +364,7 @@ class Grid:
             self._running = cta, lanes, block, steps
             self.executing = lanes
             try:
-                follows = not undefined.keys().isdisjoint(current.touches) if undefined else False
+                follows = bool(undefined) and not undefined.keys().isdisjoint(self.program.flows.of(block).touches)
                 known = len(undefined)
                 for step in steps:
                     if follows:
@@ -374,8 +374,8 @@ class Grid:
                         follows = len(undefined) != known
                 self._running = cta, lanes, block, None
                 if follows and len(current.steps) < current.size:
-                    uninitialized.check(lanes, current.flows[-1])
-                    uninitialized.forget(lanes, current.flows[-1])
+                    uninitialized.check(lanes, self.flow)
+                    uninitialized.forget(lanes, self.flow)
                 following = current.end(lanes)
             except Fault as fault:
                 fault.place = fault.place or self.place()()
@@ -433,7 +433,7 @@ class Grid:
     def flow(self) -> Flow:
         """The registers of the instruction that executes now."""
         _, _, block, steps = self._running
-        return self.program.blocks[block].flows[self._index(block, steps)]
+        return self.program.flows.of(block).flows[self._index(block, steps)]
 
     @property
     def opcode(self) -> str:

@@ -89,11 +89,13 @@ class Uninitialized:
         for register in flow.addresses:
             if register in self.others:
                 self._report(self.others[register], "an address depends on", executing)
-        for register in flow.stored:
-            if register in self.others:
+        # A vector of which one element is defined is the end of a row, whose padding nobody reads.
+        if flow.stored and all(register in self.others for register in flow.stored):
+            for register in flow.stored:
                 bits = np.bitwise_or.reduce(self.others[register].values ^ self._row(register))
-                is_stored = (bits & bits.dtype.type((1 << flow.stored_bits) - 1)) != 0
-                self._report(self.others[register], "global memory gets", executing & is_stored)
+                executing &= self.others[register].differs
+                executing &= (bits & bits.dtype.type((1 << flow.stored_bits) - 1)) != 0
+            self._report(self.others[flow.stored[0]], "global memory gets", executing)
 
     def _report(self, other: Other, does: str, executing: np.ndarray) -> None:
         threads = np.flatnonzero(other.differs & executing)

@@ -1,6 +1,6 @@
 """Hazards that the emulator finds for every seed, with PTX written by hand: each mistake beside the right kernel.
 
-Mistakes in a whole GEMM are in test_emulator_mistakes.py.
+Mistakes in a whole GEMM are in test_mistakes.py.
 """
 
 import dataclasses

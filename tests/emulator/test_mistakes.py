@@ -78,7 +78,7 @@ MISTAKES = {
     ),
     "bounds of groups read before all are written": Mistake(r"bar\.sync\s+0;", 0, "", RACE, AT_ONCE),
     "warp groups do not alternate": Mistake(r"bar\.sync\s+%r\d+, 256;", 0, "", RACE, AT_ONCE),
-    "tile written while it is stored": Mistake(r"bar\.sync\s+%r\d+, 128;", 0, "", RACE),
+    "tile written while it is stored": Mistake(r"bar\.sync\s+%r\d+, 128;", 0, "", "barrier-phase"),
     "tile stored while it is written": Mistake(r"bar\.sync\s+%r\d+, 128;", 1, "", RACE),
     "cluster's barriers used before they are initialized": Mistake(
         r"barrier\.cluster\.wait;", 0, "", "may use an mbarrier before its mbarrier.init"

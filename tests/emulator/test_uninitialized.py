@@ -68,11 +68,17 @@ SHARED_MEMORY = r"shared memory at 0x404 of CTA \(0, 0, 0\) that nothing wrote, 
             f"{LOAD} mov.u32 %w, %v; @%first add.u32 %v, %w, 1; {STORE}",
             "global memory gets",
         ),
+        (
+            "mul.wide.u32 %at, %t, 8; add.u64 %at, %at, %out; @%first ld.shared.v2.u32 {%v, %w}, [%s];"
+            "@%first st.global.v2.u32 [%at], {%v, %w};",  # the end of a row
+            f"{LOAD} mul.wide.u32 %at, %t, 8; add.u64 %at, %at, %out; st.global.v2.u32 [%at], {{%v, %v}};",
+            "global memory gets",
+        ),
         (f"{LOAD} mov.u32 %v, 1; {STORE}", f"{LOAD} @%first mov.u32 %v, 1; {STORE}", "global memory gets"),
     ],
 )
 def test_what_depends_on_shared_memory(right, wrong, does):
-    where = SHARED_MEMORY if "v2" not in wrong else SHARED_MEMORY.replace("0x404", "0x400")
+    where = SHARED_MEMORY if "shared.v2" not in wrong else SHARED_MEMORY.replace("0x404", "0x400")
     check(right, wrong, f"{does} {where}")
 
 
