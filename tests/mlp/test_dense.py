@@ -9,9 +9,10 @@ from torch.utils.checkpoint import checkpoint
 import quackish
 from quackish import grouped_mlp, mlp
 from quackish.device.kernel_device import KernelDevice, substitute
-from quackish.gpu import H200
+from quackish.gpu import B200, H200
 from quackish.ops.mlp import operators, reference
 from quackish.ops.mlp.kernel_steps import KernelSteps
+from quackish.ops.shared.problems import is_dw_cooperative
 from quackish.testing import assert_deterministic
 from quackish.testing.errors import error, same_bits
 from tests import buffer_layouts, emulated_kernels
@@ -168,6 +169,14 @@ def test_it_is_grouped_mlp_with_one_group(where):
             assert same_bits(got[name], t), name
         else:  # sums in another order
             assert error(got[name], t.double()).norm <= 10 * torch.finfo(t.dtype).eps, name
+
+
+def test_few_tiles_of_a_weight_gradient_are_cooperative():
+    for sizes in ((2048, 8192), (8192, 2048), (8960, 1536)):  # less than 8 waves
+        assert is_dw_cooperative(*sizes, H200)
+        assert not is_dw_cooperative(*sizes, B200)  # whose kernel has no split tail
+    assert not is_dw_cooperative(14_336, 4096, H200)
+    assert not is_dw_cooperative(128_256, 2048, H200)
 
 
 @on_every_path
