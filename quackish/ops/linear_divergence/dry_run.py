@@ -2,7 +2,6 @@
 
 import torch
 
-from quackish.device.kernel_device import KernelDevice, empty_on
 from quackish.errors import UnsupportedError
 from quackish.gpu import Gpu
 from quackish.ops.linear_divergence import api, checks, kernel_steps, operators, schedule
@@ -25,7 +24,7 @@ def dry_run(op: Operation, args: Args, gpu: Gpu, passes: tuple[str, ...]) -> Dry
     dloss = torch.empty(len(tensors.x) if options.reduction == "none" else (), device=META)
     recorder = Recorder()
     recorder.ignore(*tensors, dloss)
-    steps = kernel_steps.KernelSteps(KernelDevice(gpu, recorder.kernel_for, empty_on(META)))
+    steps = kernel_steps.KernelSteps(recorder.device(gpu))
     with recorder:
         results = operators.forward(tensors, plan, steps)
         if any(plan.needs) and options.reduction == "none":

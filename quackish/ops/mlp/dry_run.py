@@ -2,13 +2,11 @@
 
 import torch
 
-from quackish.device.kernel_device import KernelDevice, empty_on
 from quackish.errors import UnsupportedError
 from quackish.gpu import Gpu
 from quackish.ops.mlp import checks, dense, kernel_steps, operators
 from quackish.ops.shared.dry_run import DryRun, Recorder
 from quackish.ops.shared.for_tools import Args, Operation
-from quackish.ops.shared.memory_counter import META
 
 
 def dry_run(op: Operation, args: Args, gpu: Gpu, passes: tuple[str, ...]) -> DryRun:
@@ -25,7 +23,7 @@ def dry_run(op: Operation, args: Args, gpu: Gpu, passes: tuple[str, ...]) -> Dry
     inputs = checks.Inputs(*[None if t is None else t.detach() for t in inputs])
     recorder = Recorder()
     recorder.ignore(*inputs, dy)
-    steps = kernel_steps.steps_of(KernelDevice(gpu, recorder.kernel_for, empty_on(META)))
+    steps = kernel_steps.steps_of(recorder.device(gpu))
     with recorder:
         y, preactivation = operators.forward(steps, inputs, activation, grad and not recompute)
         if grad:

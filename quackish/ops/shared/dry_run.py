@@ -120,6 +120,12 @@ class Recorder(MemoryCounter):
 
         return CompiledKernel(launch, choice.config)
 
+    def device(self, gpu: Gpu) -> KernelDevice:
+        """A device on which nothing runs. Its tickets are those of a stream, which are kept."""
+        return KernelDevice(
+            gpu, self.kernel_for, empty_on(META), workspace=lambda stream, floats, tickets=0: (0, 0, None)
+        )
+
     def buffers(self) -> list[Buffer]:
         """The tensors allocated at the peak, the largest first."""
         return sorted((Buffer(_shape(held), held.bytes) for held in self.at_peak), key=lambda buffer: -buffer.bytes)
