@@ -17,7 +17,7 @@ class Rule(NamedTuple):
 RULES = {
     # What nothing orders
     "shared-race": Rule("Two accesses of shared memory that nothing orders.", goes_on=True),
-    "lane-race": Rule("A lane that arrives or stores for others of its warp without `bar.warp.sync`.", goes_on=True),
+    "lane-race": Rule("A lane that arrives or stores for others of its warp without `bar.warp.sync`.", FORMAL, True),
     "global-race": Rule("Two accesses of global memory that nothing orders.", goes_on=True),
     "non-coherent-load": Rule("`ld.global.nc` of what the same launch has written.", goes_on=True),
     "tensor-race": Rule("Two accesses of tensor memory that nothing orders.", goes_on=True),

@@ -6,6 +6,7 @@ Mistakes in a whole GEMM are in test_mistakes.py.
 import dataclasses
 import functools
 import gc
+import re
 import struct
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from quackish.device.kernel_device import KernelDevice, substitute
 from quackish.device.kernel_for import CompiledKernel, request_for
 from quackish.emulator import Fault, decode, grid, ptx
 from quackish.gpu import H200
-from tests.emulator.ptx import kernel, launch
+from tests.emulator.ptx import kernel, launch, record
 
 U32 = np.uint32
 SEEDS = range(3)
@@ -39,6 +40,16 @@ def run(body, threads=64, ctas=1, completion="at_once", seed=0):
         block=(threads, 1, 1), completion=completion, seed=seed,
     )  # fmt: skip
     return out
+
+
+def findings(body, threads, completion, seed):
+    """What a run of `run` finds, or the Fault that ends it."""
+    start = "mov.u32 %t, %tid.x; mov.u32 %s, buffer; setp.eq.u32 %first, %t, 0; mad.lo.u32 %a, %t, 4, %s;\n"
+    text, settings = kernel(start + body, "out", REGISTERS, SHARED), dict(completion=completion, seed=seed)
+    try:
+        return record(text, np.zeros(64, U32), block=(threads, 1, 1), **settings).findings
+    except Fault as fault:
+        return [fault]
 
 
 def check(right, wrong, message, **options):
@@ -210,7 +221,14 @@ STORE_ALONE = """
     ],
 )
 def test_one_lane_acts_for_its_warp(body, message):
-    check(body.format(sync="bar.warp.sync -1;"), body.format(sync=""), message, threads=32 if "bulk" in body else 64)
+    """Formal: cards run what CUTLASS's pipelines do so."""
+    for completion in ("at_once", "late"):
+        for seed in SEEDS:
+            settings = dict(threads=32 if "bulk" in body else 64, completion=completion, seed=seed)
+            assert not findings(body.format(sync="bar.warp.sync -1;"), **settings)
+            found = {(each.rule, each.severity, each.message) for each in findings(body.format(sync=""), **settings)}
+            assert any(re.match(message, f"{rule}: {text}") for rule, _, text in found)
+            assert ("lane-race", "fault") not in {each[:2] for each in found}
 
 
 def test_one_lane_acts_for_itself():
