@@ -82,7 +82,7 @@ def rows_of(card: str) -> dict[str, Callable[[], Times]]:
     if card == "H100":
         of_step = functools.partial(functools.partial, step, card)
         rows["1B Llama, an eager step"] = of_step("llama-1b")
-        rows["the same, layers compiled"] = of_step("llama-1b", "layers")
+        rows["the same, compiled (`26f15a8`)"] = of_step("llama-1b", "layers")
         rows["4 layers of an 8B Llama, an eager step"] = of_step("llama-8b")
     rows["cross entropy, 8192 x 4096 x 128,256"] = of(loss(8192, 4096, 128256))
     rows['the same, `schedule="recompute"`'] = of(loss(8192, 4096, 128256), f"{OURS}-recompute", same_memory=True)

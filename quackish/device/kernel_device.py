@@ -227,7 +227,9 @@ def is_current(device: torch.device) -> bool:
 def as_current(device: torch.device) -> AbstractContextManager:
     """Makes `device` the current one, unless it is or has no kernels."""
     found = device_of(device)
-    return contextlib.nullcontext() if is_current(device) or isinstance(found, str) else found.make_current()
+    if isinstance(found, str) or found.current() == found.index:
+        return contextlib.nullcontext()
+    return found.make_current()
 
 
 def forward_device(device: torch.device) -> KernelDevice | str | None:

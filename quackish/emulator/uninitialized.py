@@ -21,6 +21,8 @@ _OTHER_BITS = np.array([[0], [0x3F803F803F803F80]], np.uint64)
 # The views of registers, by width. Those of b128 are not followed.
 _VIEWS = {"pred": VIEW_OF_TYPE["pred"], **{f"b{bits}": VIEW_OF_TYPE[f"u{bits}"] for bits in (16, 32, 64)}}
 
+_ADVICE = "if another thread writes it later, a barrier is missing: emulator.record(all_races=True) shows where"
+
 
 class Other(NamedTuple):
     """What a register would hold if unwritten bits were others."""
@@ -104,6 +106,7 @@ class Uninitialized:
                 Fault(
                     "uninitialized",
                     f"{does} {other.what} that nothing wrote, in thread {threads[0]} of {self.cta}",
+                    advice=_ADVICE if other.place else "",
                     second=other.place() if other.place else None,
                     second_is="the read",
                 )

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from quackish.device import workspace
+from quackish.kernels.gemm.problem import NUM_TICKETS
 
 
 @pytest.fixture
@@ -82,6 +83,7 @@ def test_captured_launch_has_its_own_tickets_and_scratch(device):
     for _, scratch, kept in taken:
         assert kept[1].data_ptr() == scratch
         assert len(kept[1]) == 100
+    assert NUM_TICKETS <= workspace.MAX_TICKETS  # what a GEMM takes
     many = device.take(0, 4, workspace.MAX_TICKETS)  # more than the reserve has for a launch
     assert many[0] == many[2][0].data_ptr()
     assert many[2][0].tolist() == [0] * workspace.MAX_TICKETS

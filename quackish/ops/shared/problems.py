@@ -26,26 +26,30 @@ DW_PINGPONG = GemmConfig(tile_m=192, tile_n=128, num_stages=5, group=16, group_a
 MAX_IDLE = 0.06  # fraction of the clusters' time, which is the gain of ping-pong for dw
 
 
+FEW_WAVES = 8
+
+
 @functools.lru_cache(maxsize=1024)
 def splits_dw_tail(m: int, n: int, gpu: Gpu) -> bool:
     """True if split-K in the tail of dw (m, n) is faster than ping-pong, as for few tiles. Independent of K."""
-    if not splits_tails(gpu):
-        return False
-    c = DW_PINGPONG
-    tiles = ceil_div(m, c.cluster_rows) * ceil_div(n, c.cluster_columns)
-    clusters = c.max_clusters(gpu.sm_count)
-    return -tiles % clusters > MAX_IDLE * tiles
+    tiles, clusters = _dw_tiles(m, n, gpu)
+    return splits_tails(gpu) and -tiles % clusters > MAX_IDLE * tiles
 
 
-FEW_WAVES = 8  # of DW_PINGPONG's tiles: dw is cooperative below
-
-
+@functools.lru_cache(maxsize=1024)
 def is_dw_cooperative(m: int, n: int, gpu: Gpu) -> bool:
-    """Whether dw (m, n) has cooperative tiles, with a split tail: few tiles, whose stores are few too."""
+    """True if dw (m, n) of an MLP or a distillation head takes `splits_dw_tail`, or has less than FEW_WAVES waves.
+
+    With few waves, cooperative tiles with a split tail are faster than ping-pong.
+    """
+    tiles, clusters = _dw_tiles(m, n, gpu)
+    return splits_dw_tail(m, n, gpu) or (splits_tails(gpu) and tiles < FEW_WAVES * clusters)
+
+
+def _dw_tiles(m: int, n: int, gpu: Gpu) -> tuple[int, int]:
+    """(tiles of clusters with DW_PINGPONG, clusters in a wave)"""
     c = DW_PINGPONG
-    tiles = ceil_div(m, c.cluster_rows) * ceil_div(n, c.cluster_columns)
-    few = splits_tails(gpu) and tiles < FEW_WAVES * c.max_clusters(gpu.sm_count)
-    return few or splits_dw_tail(m, n, gpu)
+    return ceil_div(m, c.cluster_rows) * ceil_div(n, c.cluster_columns), c.max_clusters(gpu.sm_count)
 
 
 def gemm_config(problem: StoreGemmProblem, gpu: Gpu) -> GemmConfig:

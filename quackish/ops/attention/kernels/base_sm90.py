@@ -170,11 +170,11 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
         )  # fmt: skip
 
     def tile_of_stage(self, stage: Int32, g: int) -> Int32:
-        """The loaded tile of an item's g-th batch in a stage."""
+        """Which loaded tile of a stage is that of batch g of an item."""
         return stage if self.problem.batches == 1 else stage * self.problem.batches + g
 
     def tile_of_wg(self, stage: Int32, g: int, wg: Int32) -> Int32:
-        """The loaded tile of the g-th batch of a warp group."""
+        """Which loaded tile of a stage is that of batch g of a warp group."""
         return self.tile_of_stage(stage, wg if self.problem.short else g)
 
     def heads_of_wg(self, head: Head, s: ScoreArgs, wg: Int32) -> list[Head]:

@@ -36,7 +36,7 @@ class OwnTiles:
         return len(self.problem.own) * self.problem.batches_per_wg * self.own.bytes
 
     def own_tile(self, stage: Int32, g: int) -> Int32:
-        """The tile of a warp group's g-th batch in a stage of `Cta.own`."""
+        """Which tile of `Cta.own` is that of batch g of a warp group in a stage."""
         return stage if self.problem.batches_per_wg == 1 else stage * self.problem.batches_per_wg + g
 
     def own_tiles(self, cta: Cta) -> list:

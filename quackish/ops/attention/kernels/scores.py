@@ -268,6 +268,6 @@ class AttentionScores:
 
     @cute.jit
     def keeps(self, args: ScoreArgs, head: Head, k: Int32) -> Boolean:
-        """True if a mask of keys leaves key k. Past the last key it is that of the last key."""
+        """True if key k takes part by a mask of keys. A k past the last key counts as the last one."""
         at = Int64(cutlass.min(k, args.num_k - 1)) * args.mask.column
         return load_at(self.start(args.mask, head), at).to(Int32) != 0
