@@ -18,6 +18,7 @@ CLEAR_BYTES = 256 << 20  # as triton.testing.do_bench: several times the largest
 # card to its power limit. Without them, samples of three GEMMs were up to 9 % off their median on both sides; with them
 # at most 2 % below, and a few 4 to 20 % above, which do not move a median (H200, 37 ms).
 LOAD_MS = 80.0
+HEAD_START = 40  # clears of the L2 before a round of `interleave`, 3 to 6 ms: else its first work waited for the host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +93,8 @@ def _round(works: Mapping[str, Callable[[], object]], device: torch.device, bloc
         return {name: [_cpu_us(run) for _ in range(block)] for name, run in works.items()}
     cold = torch.empty(CLEAR_BYTES // 4, dtype=torch.int32, device=device)
     events = {name: [[torch.cuda.Event(enable_timing=True) for _ in "se"] for _ in range(block)] for name in works}
+    for _ in range(HEAD_START):
+        cold.zero_()
     for name, run in works.items():
         for start, end in events[name]:
             cold.zero_()
