@@ -39,10 +39,9 @@ FIELDS = [  # one of each kernel is compiled in every run of the tests
     dict(dtype=FP16, d=96, bias_dtype=FP32, bias_aligned=False, mask=True, mask_aligned=False, band=True),
     dict(dtype=BF16, d=64, mask=True, band=True),
     dict(dtype=FP16, d=32, bias_dtype=FP16, mask=True, band=True, softcap=True),
-    dict(dtype=BF16, d=32, bias_dtype=BF16, mask=True, mask_of_keys=True, paired=True),
-    dict(dtype=BF16, d=32, bias_dtype=BF16, paired=True),
-    dict(dtype=FP16, d=32, bias_dtype=FP32, mask=True, mask_of_keys=True, band=True, softcap=True, paired=True),
-    dict(dtype=BF16, d=32, bias_dtype=BF16, mask=True, mask_of_keys=True, paired=True, short=True),
+    dict(dtype=BF16, d=32, bias_dtype=BF16),
+    dict(dtype=FP16, d=32, bias_dtype=FP32, mask=True, mask_of_keys=True, band=True, softcap=True, short=True),
+    dict(dtype=BF16, d=32, bias_dtype=BF16, mask=True, mask_of_keys=True, short=True),
     dict(dtype=BF16, d=32, bias_dtype=BF16, mask=True, mask_of_keys=True),
     dict(dtype=BF16, d=128, bias_dtype=BF16, mask=True, mask_of_keys=True),
     dict(dtype=BF16, d=64, bias_dtype=BF16, bias_aligned=False, mask=True, mask_of_keys=True),
@@ -55,7 +54,7 @@ def problems():
         has_bias = fields.get("bias_dtype") is not None
         yield "attention_fwd", AttentionForwardProblem(**fields)
         yield "attention_bwd_queries", AttentionQueriesProblem(**fields)
-        yield "attention_bwd_keys", AttentionKeysProblem(**fields, dbias=has_bias and not fields.get("paired", False))
+        yield "attention_bwd_keys", AttentionKeysProblem(**fields, dbias=has_bias and not fields.get("short", False))
         of_product = {name: fields.get(name, False) for name in ("mask", "band")}
         yield (
             "attention_bwd_product",
@@ -64,7 +63,7 @@ def problems():
             ),
         )
         if has_bias:
-            yield "attention_bwd_bias", AttentionBiasProblem(**fields | dict(paired=False, short=False))
+            yield "attention_bwd_bias", AttentionBiasProblem(**fields | dict(short=False))
 
 
 @pytest.mark.exhaustive
@@ -138,9 +137,8 @@ def test_measured_configs():
         (AttentionForwardProblem(BF16, 128, mask=True), 1),
         (AttentionKeysProblem(BF16, 64, mask=True), 2),
         (AttentionKeysProblem(BF16, 64, BF16, dbias=True), 0),
-        (AttentionKeysProblem(BF16, 32, mask=True), 0),  # one would fit by number, and spills
-        (AttentionKeysProblem(BF16, 32, BF16, paired=True), 0),  # a warp group has two of each
-        (AttentionKeysProblem(BF16, 32, BF16, paired=True, short=True), 2),
+        (AttentionKeysProblem(BF16, 32, mask=True), 2),
+        (AttentionKeysProblem(BF16, 32, BF16, short=True), 2),
         (AttentionQueriesProblem(BF16, 128, mask=True), 1),
     ],
 )

@@ -68,8 +68,8 @@ def mask_of_keys_case(batch, heads, num_q, num_k, d, **options):
     return args
 
 
-PAIRED = {  # a bias of all batches at d 32: two batches at a time, the last one alone
-    "a batch per warp group": lambda: case(3, 2, 33, 40, 24, bias=(1, 2, 33, 40)),
+BROADCAST = {  # a bias of all batches at d 32; "short": two batches at a time, the last one alone
+    "short": lambda: case(3, 2, 33, 40, 24, bias=(1, 2, 33, 40)),
     "mask of keys": lambda: mask_of_keys_case(3, 2, 70, 136, 32, bias=(1, 2, 70, 136)),
     "GQA, causal, softcap, fp32 bias of all heads": lambda: case(
         2, 2, 70, 200, 16, kv_heads=1, bias=(1, 1, 70, 200), bias_dtype=FP32, is_causal=True, softcap=2.0
@@ -78,9 +78,9 @@ PAIRED = {  # a bias of all batches at d 32: two batches at a time, the last one
 }
 
 
-@pytest.mark.parametrize("kind", one_per(lambda kind: 0, PAIRED))
-def test_two_batches_at_a_time_emulated(kind):
-    args = PAIRED[kind]()
+@pytest.mark.parametrize("kind", one_per(lambda kind: 0, BROADCAST))
+def test_bias_of_all_batches_emulated(kind):
+    args = BROADCAST[kind]()
     with emulated(QUICK) as report:
         got = step(args)
     assert "attention_order" not in launches(report)  # a mask of keys leaves equal work
@@ -225,7 +225,7 @@ ON_GPU = {
     "mask of keys": dict(heads=4, kv_heads=1, num_q=70, num_k=1000, d=40, mask=(2, 1, 1, 1000)),
     "window alone": dict(num_q=600, window=(64, 0)),
     "two batches at a time": dict(batch=3, num_q=300, num_k=520, d=32, bias=(1, 2, 300, 520), mask=(3, 1, 1, 520)),
-    "a batch per warp group": dict(batch=5, num_q=49, num_k=56, d=24, bias=(1, 2, 49, 56)),
+    "short": dict(batch=5, num_q=49, num_k=56, d=24, bias=(1, 2, 49, 56)),
 }
 
 

@@ -70,8 +70,6 @@ def own_in_registers(problem: AttentionProblem, config: AttentionConfig) -> int:
     """
     if problem.has_unaligned:  # its values are loaded into these registers
         return 0
-    if problem.batches_per_wg > 1:  # not measured
-        return 0
     tiles = len(problem.own)
     free = REGISTERS[config.num_wgs][1] - problem.live_registers(config.tile) - 8 * tiles
     return min(tiles, max(0, free) // (problem.d // 4))
@@ -84,9 +82,7 @@ def keys_ahead(problem: AttentionProblem, config: AttentionConfig) -> bool:
     """
     needed = problem.live_registers(config.tile) + config.tile // 4
     masks = problem.mask and not problem.mask_of_keys
-    if masks or problem.batches_per_wg > 1:
-        return False
-    return config.num_stages > 1 and needed <= REGISTERS[config.num_wgs][1]
+    return not masks and config.num_stages > 1 and needed <= REGISTERS[config.num_wgs][1]
 
 
 def attention_why_illegal(problem: AttentionProblem, config: AttentionConfig, gpu: Gpu) -> str | None:

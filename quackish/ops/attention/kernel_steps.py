@@ -57,7 +57,7 @@ from quackish.ops.attention.score_problems import (
 )
 from quackish.ops.shared.signatures import PerSignature
 
-_OF_PRODUCT: dict[str, Any] = dict(bias_dtype=None, bias_aligned=True, mask_aligned=False, paired=False, short=False)
+_OF_PRODUCT: dict[str, Any] = dict(bias_dtype=None, bias_aligned=True, mask_aligned=False, short=False)
 
 
 def why_unsupported(inputs: Inputs, need_dbias: bool = False) -> str:
@@ -214,7 +214,7 @@ class AttentionSteps:
             bias_heads=heads,
         )  # fmt: skip
         in_parts = parts > 1 and bias.dtype != torch.float32  # in fp32 both are one kernel
-        self._launch(call.kernel(AttentionBiasProblem, paired=False, short=False, in_parts=in_parts), args)
+        self._launch(call.kernel(AttentionBiasProblem, short=False, in_parts=in_parts), args)
         return sums.sum(0).to(bias.dtype) if parts > 1 else sums
 
     def _rows_of_16_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

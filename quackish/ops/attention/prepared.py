@@ -55,12 +55,12 @@ class Prepared:
         self._find = find
         self._kernels: dict[tuple, Kernel] = {}
         self.d, of_keys = (d + 31) // 32 * 32, mask_of_keys(inputs)
-        paired = self.d == 32 and bias is not None and bias_aligned and bias.shape[0] < batch
-        paired = paired and (mask is None or of_keys)
+        short = self.d == 32 and max(num_q, num_k) <= BLOCK and (mask is None or of_keys)
+        short = short and bias is not None and bias_aligned and bias.shape[0] < batch
         self._fields: dict[str, Any] = dict(
             dtype=name_of(q.dtype), d=self.d, bias_dtype=dtype_name(bias), bias_aligned=bias_aligned,
             mask=mask is not None, mask_aligned=mask_aligned or of_keys, softcap=options.softcap is not None,
-            band=options.has_band, mask_of_keys=of_keys, paired=paired, short=paired and max(num_q, num_k) <= BLOCK,
+            band=options.has_band, mask_of_keys=of_keys, short=short,
         )  # fmt: skip
 
         # results

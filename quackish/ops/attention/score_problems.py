@@ -31,9 +31,9 @@ class AttentionProblem:
     softcap: bool = False
     # The mask is the same for all queries, and for the heads that share a head of keys. `mask_aligned` is True.
     mask_of_keys: bool = False
-    # The bias is the same for all batches: a CTA computes two batches with each of its tiles. Without other masks.
-    paired: bool = False
-    short: bool = False  # with `paired`, at most BLOCK queries and keys: each of two warp groups has one of the batches
+    # At most BLOCK queries and keys, a bias that is the same for all batches, and no mask but one of keys: a CTA has two
+    # batches at a time, one per warp group.
+    short: bool = False
 
     # What differs between the kernels
     own: ClassVar[tuple[str, ...]]  # tensors of d columns whose tiles a warp group keeps during an item
@@ -46,11 +46,7 @@ class AttentionProblem:
     @property
     def batches(self) -> int:
         """Batches of an item."""
-        return 2 if self.paired else 1
-
-    @property
-    def batches_per_wg(self) -> int:
-        return 1 if self.short else self.batches
+        return 2 if self.short else 1
 
     def rows(self, num_wgs: int) -> int:
         """Rows of a CTA's tile."""
@@ -141,7 +137,7 @@ class AttentionForwardProblem(AttentionProblem):
     preferred = ((128, 2), (64, 2))
 
     def live_registers(self, tile: int) -> int:
-        return tile // 2 + tile // 4 + self.batches_per_wg * self.d // 2 + 40 + tile * self.has_unaligned
+        return tile // 2 + tile // 4 + self.d // 2 + 40 + tile * self.has_unaligned
 
     @property
     def args(self) -> ForwardArgs:
@@ -165,7 +161,7 @@ class AttentionKeysProblem(AttentionProblem):
 
     @property
     def choices(self) -> tuple[tuple[int, int], ...]:
-        most = BLOCK if self.paired or self.mask_of_keys else max(self.tiles)  # larger tiles spill registers
+        most = BLOCK if self.d == 32 or self.mask_of_keys else max(self.tiles)  # larger tiles spill registers
         if self.mask_of_keys and self.d == MAX_D:
             most = BLOCK // 2
         return tuple((tile, stages) for tile, stages in self.preferred if tile <= most)
@@ -190,7 +186,7 @@ class AttentionKeysProblem(AttentionProblem):
         is_wide = self.has_unaligned or self.bias_dtype == "float32"
         masked = self.mask and not self.mask_of_keys
         of_scores = 0 if tile == 32 else 56 if is_wide else masked * (16 + 8 * self.band)
-        return tile + tile // 4 + self.batches_per_wg * self.d + 16 + of_scores + tile // 2 * self.softcap
+        return tile + tile // 4 + self.d + 16 + of_scores + tile // 2 * self.softcap
 
     @property
     def args(self) -> KeysArgs:
@@ -216,7 +212,7 @@ class AttentionQueriesProblem(AttentionProblem):
 
     def live_registers(self, tile: int) -> int:
         of_scores = tile // 4 * self.has_unaligned + tile // 2 * self.softcap
-        return tile + tile // 4 + self.batches_per_wg * self.d // 2 + 40 + of_scores
+        return tile + tile // 4 + self.d // 2 + 40 + of_scores
 
     @property
     def args(self) -> QueriesArgs:

@@ -77,7 +77,7 @@ class AttentionKeysSm90(AttentionSm90):
         else:
             rank, head = i % tiles, i // tiles
         batch = head // heads
-        if const_expr(self.problem.paired):
+        if const_expr(self.problem.batches > 1):
             batch = batch * self.problem.batches
         return rank, Head(batch, head % heads * s.group, head % heads)
 
@@ -118,13 +118,12 @@ class AttentionKeysSm90(AttentionSm90):
     @cute.jit
     def consume(self, cta: Cta, wg: Int32, thread: Int32):
         s, args, shared, loaded = cta.args.scores, cta.args, cta.shared, cta.loaded
-        batches = self.problem.batches_per_wg
         rows_mma = self.mma_of_rows()
         operands = self.own_operands(self.tile_q, cta)
         rQ, rDO = (self.fragments_b(own.mmas[0], t) for own, t in zip(operands, (shared.q, shared.do), strict=True))
         rQt, rDOt = (self.fragments_b(rows_mma, self.transposed(t)) for t in (shared.q, shared.do))
         x, dp = self.accumulator(self.tile_q), self.accumulator(self.tile_q)
-        dk, dv = ([self.accumulator(self.d) for _ in range(batches)] for _ in range(2))
+        dk, dv = (self.accumulator(self.d) for _ in range(2))
         p, ds = self.operand(self.tile_q), self.operand(self.tile_q)
         tanhs = cute.make_rmem_tensor(x.layout, Float32) if const_expr(self.problem.softcap) else None
         own = self.own_state(wg)
@@ -133,80 +132,74 @@ class AttentionKeysSm90(AttentionSm90):
         self.start_pingpong(wg)
         for _ in cutlass.range(self.turns(args), unroll=1):
             item = self.own_item(cta, own)
-            k_v = [self.load_own(operands, cta, self.own_tile(own.index, g), thread) for g in range(batches)]
-            items = [item._replace(head=head) for head in self.heads_of_wg(item.head, s, wg)]
-            for g in cutlass.range_constexpr(batches):
-                dk[g].fill(0.0)
-                dv[g].fill(0.0)
+            k, v = self.load_own(operands, cta, own.index, thread)
+            item = item._replace(head=self.head_of_wg(item.head, s, wg))
+            dk.fill(0.0)
+            dv.fill(0.0)
             if const_expr(self.ahead):
                 if item.first < item.last:
                     loaded.consumer_wait(read)
-                    self.multiply(x, *k_v[0][0], rQ[None, None, None, self.tile_of_wg(read.index, 0, wg)])
+                    self.multiply(x, *k, rQ[None, None, None, self.tile_of_stage(read.index, wg)])
                     cute.nvgpu.warpgroup.wait_group(0)
             for j in cutlass.range(item.first, item.last, unroll=1):
+                tile = self.tile_of_stage(read.index, wg)
                 if const_expr(not self.ahead):
                     loaded.consumer_wait(read)
-                for g in cutlass.range_constexpr(batches):
-                    (k, v), tile = k_v[g], self.tile_of_wg(read.index, g, wg)
-                    if const_expr(not self.ahead):
-                        self.wait_to_issue(wg)
-                        self.multiply(x, *k, rQ[None, None, None, tile])
-                    self.multiply(dp, *v, rDO[None, None, None, tile])
-                    self.let_next_issue(wg)
-                    n, is_full = self.loaded_tile(cta.walk, read.index, j, self.problem.mask_aligned)
-                    of_query, q0, k0 = self.place(n, items[g], args)
-                    block = ScoreBlock(of_query, q0=q0, k0=k0 + row_wg * BLOCK, wg=row_wg, thread=thread)
-                    per_lane = const_expr(self.tile_q // 32)
-                    values, delta = (self.per_column(shared.stats[None, r, tile].iterator, thread) for r in range(2))
-                    of_lane = vector_at(shared.stats[None, 0, tile].iterator, thread % 32 * per_lane, per_lane)
-                    shift = self.shift(values, of_lane, n, items[g])
-                    if const_expr(not self.ahead):
-                        cute.nvgpu.warpgroup.wait_group(1)  # x
-                    self.scores(x, cta, read.index, block, shift, tanhs, is_full)
+                    self.wait_to_issue(wg)
+                    self.multiply(x, *k, rQ[None, None, None, tile])
+                self.multiply(dp, *v, rDO[None, None, None, tile])
+                self.let_next_issue(wg)
+                n, is_full = self.loaded_tile(cta.walk, read.index, j, self.problem.mask_aligned)
+                of_query, q0, k0 = self.place(n, item, args)
+                block = ScoreBlock(of_query, q0=q0, k0=k0 + row_wg * BLOCK, wg=row_wg, thread=thread)
+                per_lane = const_expr(self.tile_q // 32)
+                values, delta = (self.per_column(shared.stats[None, r, tile].iterator, thread) for r in range(2))
+                of_lane = vector_at(shared.stats[None, 0, tile].iterator, thread % 32 * per_lane, per_lane)
+                shift = self.shift(values, of_lane, n, item)
+                if const_expr(not self.ahead):
+                    cute.nvgpu.warpgroup.wait_group(1)  # x
+                self.scores(x, cta, read.index, block, shift, tanhs, is_full)
+                for i in cutlass.range_constexpr(cute.size(x)):
+                    x[i] = cute.math.exp2(x[i], fastmath=True)
+                self.round_to_operand(p, x)
+                self.multiply(dv, [rows_mma], p, rDOt[None, None, None, tile])
+                cute.nvgpu.warpgroup.wait_group(1)  # dp
+                for i in cutlass.range_constexpr(cute.size(x)):
+                    x[i] = x[i] * (dp[i] - delta[i])
+                if const_expr(self.problem.dbias and self.problem.mask_of_keys):
+                    self.zero_rows(x, s, item, row_wg, thread)
+                if const_expr(self.problem.dbias and not self.problem.ds_is_dbias):
+                    self.store_dbias(x, cta, block)
+                if const_expr(tanhs is not None):
                     for i in cutlass.range_constexpr(cute.size(x)):
-                        x[i] = cute.math.exp2(x[i], fastmath=True)
-                    self.round_to_operand(p, x)
-                    self.multiply(dv[g], [rows_mma], p, rDOt[None, None, None, tile])
-                    cute.nvgpu.warpgroup.wait_group(1)  # dp
-                    for i in cutlass.range_constexpr(cute.size(x)):
-                        x[i] = x[i] * (dp[i] - delta[i])
-                    if const_expr(self.problem.dbias and self.problem.mask_of_keys):
-                        self.zero_rows(x, s, items[g], row_wg, thread)
-                    if const_expr(self.problem.dbias and not self.problem.ds_is_dbias):
-                        self.store_dbias(x, cta, block)
-                    if const_expr(tanhs is not None):
-                        for i in cutlass.range_constexpr(cute.size(x)):
-                            x[i] = x[i] * (1.0 - tanhs[i] * tanhs[i])
-                    self.round_to_operand(ds, x)
-                    if const_expr(self.problem.ds_is_dbias):
-                        self.store_dbias(ds, cta, block)
-                    if const_expr(self.ahead):
-                        # dv: with dv, dk and x in flight, ptxas waits for each WGMMA at once
-                        cute.nvgpu.warpgroup.wait_group(0)
-                    self.multiply(dk[g], [rows_mma], ds, rQt[None, None, None, tile])
-                    if const_expr(g < batches - 1):
-                        cute.nvgpu.warpgroup.wait_group(0)
+                        x[i] = x[i] * (1.0 - tanhs[i] * tanhs[i])
+                self.round_to_operand(ds, x)
+                if const_expr(self.problem.ds_is_dbias):
+                    self.store_dbias(ds, cta, block)
+                if const_expr(self.ahead):
+                    # dv: with dv, dk and x in flight, ptxas waits for each WGMMA at once
+                    cute.nvgpu.warpgroup.wait_group(0)
+                self.multiply(dk, [rows_mma], ds, rQt[None, None, None, tile])
                 current = read.clone()
                 read.advance()
                 if const_expr(self.ahead):
                     if j + 1 < item.last:
                         loaded.consumer_wait(read)
-                        self.multiply(x, *k_v[0][0], rQ[None, None, None, self.tile_of_wg(read.index, 0, wg)])
+                        self.multiply(x, *k, rQ[None, None, None, self.tile_of_stage(read.index, wg)])
                 if const_expr(self.staged is not None):
                     self.write_dbias(cta, block)
                 # dk: in flight at the end of the loop, ptxas waits for each WGMMA at once
                 cute.nvgpu.warpgroup.wait_group(0)
                 self.release(loaded, current)
             own = self.release_own(cta.own, own)
-            for g in cutlass.range_constexpr(batches):
-                for i in cutlass.range_constexpr(cute.size(dk[g])):
-                    dk[g][i] = dk[g][i] * s.scale
-                k0, head = item.tile * self.tile_k + row_wg * BLOCK, items[g].head
-                for result, to in ((dk[g], args.dk), (dv[g], args.dv)):
-                    if const_expr(self.problem.mask_of_keys):
-                        self.zero_rows(result, s, items[g], row_wg, thread)
-                    base = to.base + (Int64(head.batch) * to.batch + Int64(head.key_head) * to.head)
-                    self.write_rows(result, base + Int64(k0) * to.row, to.row, s.num_k - k0, s.d, thread)
+            for i in cutlass.range_constexpr(cute.size(dk)):
+                dk[i] = dk[i] * s.scale
+            k0, head = item.tile * self.tile_k + row_wg * BLOCK, item.head
+            for result, to in ((dk, args.dk), (dv, args.dv)):
+                if const_expr(self.problem.mask_of_keys):
+                    self.zero_rows(result, s, item, row_wg, thread)
+                base = to.base + (Int64(head.batch) * to.batch + Int64(head.key_head) * to.head)
+                self.write_rows(result, base + Int64(k0) * to.row, to.row, s.num_k - k0, s.d, thread)
         self.end_pingpong(wg)
         if const_expr(self.staged is not None):  # shared memory is read until then
             if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:

@@ -68,13 +68,12 @@ class AttentionQueriesSm90(AttentionSm90):
     @cute.jit
     def consume(self, cta: Cta, wg: Int32, thread: Int32):
         s, args, shared, loaded = cta.args.scores, cta.args, cta.shared, cta.loaded
-        batches = self.problem.batches_per_wg
         dq_mma = self.mma_of_rows()
         operands = self.own_operands(self.tile_k, cta)
         rK, rV = (self.fragments_b(own.mmas[0], t) for own, t in zip(operands, (shared.k, shared.v), strict=True))
         rKt = self.fragments_b(dq_mma, self.transposed(shared.k))
         x, dp = self.accumulator(self.tile_k), self.accumulator(self.tile_k)
-        dq, ds = [self.accumulator(self.d) for _ in range(batches)], self.operand(self.tile_k)
+        dq, ds = self.accumulator(self.d), self.operand(self.tile_k)
         tanhs = cute.make_rmem_tensor(x.layout, Float32) if const_expr(self.problem.softcap) else None
         own = self.own_state(wg)
         read, previous = self.loaded_state(), self.loaded_state()
@@ -82,48 +81,44 @@ class AttentionQueriesSm90(AttentionSm90):
         self.start_pingpong(wg)
         for _ in cutlass.range(self.turns(args), unroll=1):
             item = self.own_item(cta, own)
-            q_do = [self.load_own(operands, cta, self.own_tile(own.index, g), thread) for g in range(batches)]
-            q0, heads = item.tile * self.tile_q + row_wg * BLOCK, self.heads_of_wg(item.head, s, wg)
-            blocks = [ScoreBlock(head, q0=q0, k0=Int32(0), wg=row_wg, thread=thread) for head in heads]
-            stats = [self.statistics(args, block) for block in blocks]
-            for g in cutlass.range_constexpr(batches):
-                dq[g].fill(0.0)
+            q, do = self.load_own(operands, cta, own.index, thread)
+            item = item._replace(head=self.head_of_wg(item.head, s, wg))
+            q0 = item.tile * self.tile_q + row_wg * BLOCK
+            block = ScoreBlock(item.head, q0=q0, k0=Int32(0), wg=row_wg, thread=thread)
+            shifts, delta = self.statistics(args, block)
+            dq.fill(0.0)
             for j in cutlass.range(item.first, item.last, unroll=1):
                 loaded.consumer_wait(read)
-                for g in cutlass.range_constexpr(batches):
-                    (q, do), (shifts, delta), tile = q_do[g], stats[g], self.tile_of_wg(read.index, g, wg)
-                    self.wait_to_issue(wg)
-                    self.multiply(x, *q, rK[None, None, None, tile])
-                    self.multiply(dp, *do, rV[None, None, None, tile])
-                    self.let_next_issue(wg)
-                    cute.nvgpu.warpgroup.wait_group(1)  # x, and the dq before
-                    if const_expr(g == 0):
-                        if j > item.first:
-                            self.release(loaded, previous)
-                            previous.advance()
-                    n, is_full = self.loaded_tile(cta.walk, read.index, j)
-                    at = blocks[g]._replace(k0=n * self.tile_k)
-                    shift = self.shift(self.per_row(shifts), shifts, n, item._replace(head=heads[g]))
-                    self.scores(x, cta, read.index, at, shift, tanhs, is_full)
-                    for v in cutlass.range_constexpr(cute.size(x)):
-                        x[v] = cute.math.exp2(x[v], fastmath=True)
-                    cute.nvgpu.warpgroup.wait_group(0)
-                    for v in cutlass.range_constexpr(cute.size(x)):
-                        x[v] = x[v] * (dp[v] - delta[v])
-                        if const_expr(tanhs is not None):
-                            x[v] = x[v] * (1.0 - tanhs[v] * tanhs[v])
-                    self.round_to_operand(ds, x)
-                    self.multiply(dq[g], [dq_mma], ds, rKt[None, None, None, tile])
+                tile = self.tile_of_stage(read.index, wg)
+                self.wait_to_issue(wg)
+                self.multiply(x, *q, rK[None, None, None, tile])
+                self.multiply(dp, *do, rV[None, None, None, tile])
+                self.let_next_issue(wg)
+                cute.nvgpu.warpgroup.wait_group(1)  # x, and the dq before
+                if j > item.first:
+                    self.release(loaded, previous)
+                    previous.advance()
+                n, is_full = self.loaded_tile(cta.walk, read.index, j)
+                at = block._replace(k0=n * self.tile_k)
+                shift = self.shift(self.per_row(shifts), shifts, n, item)
+                self.scores(x, cta, read.index, at, shift, tanhs, is_full)
+                for v in cutlass.range_constexpr(cute.size(x)):
+                    x[v] = cute.math.exp2(x[v], fastmath=True)
+                cute.nvgpu.warpgroup.wait_group(0)
+                for v in cutlass.range_constexpr(cute.size(x)):
+                    x[v] = x[v] * (dp[v] - delta[v])
+                    if const_expr(tanhs is not None):
+                        x[v] = x[v] * (1.0 - tanhs[v] * tanhs[v])
+                self.round_to_operand(ds, x)
+                self.multiply(dq, [dq_mma], ds, rKt[None, None, None, tile])
                 read.advance()
             cute.nvgpu.warpgroup.wait_group(0)
             if item.last > item.first:
                 self.release(loaded, previous)
                 previous.advance()
             own = self.release_own(cta.own, own)
-            for g in cutlass.range_constexpr(batches):
-                for v in cutlass.range_constexpr(cute.size(dq[g])):
-                    dq[g][v] = dq[g][v] * s.scale
+            for v in cutlass.range_constexpr(cute.size(dq)):
+                dq[v] = dq[v] * s.scale
             cute.arch.griddepcontrol_wait()
-            for g in cutlass.range_constexpr(batches):
-                self.write_queries(dq[g], args.dq, s, blocks[g])
+            self.write_queries(dq, args.dq, s, block)
         self.end_pingpong(wg)

@@ -55,7 +55,7 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
         self.block_q, self.block_k = (BLOCK, other) if self.rows_are_queries else (other, BLOCK)
         # A mask of keys leaves all scores of a key or none: the kernel for dk and dv clears rows of its results.
         self.masks_scores = problem.mask and (self.rows_are_queries or not problem.mask_of_keys)
-        self.walks = self.masks_scores and not problem.paired  # leaves out tiles without keys
+        self.walks = self.masks_scores and not problem.short  # leaves out tiles without keys
         self.own = SwizzledTile(self.dtype, BLOCK, self.d)
         self.other = SwizzledTile(self.dtype, config.tile, self.d)
         self.bias = self.mask = None
@@ -70,7 +70,7 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
         stages, batches = self.config.num_stages, self.problem.batches
         scores = {"mask": self.mask} if self.keeps_bias else {"bias": self.bias, "mask": self.mask}
         return {
-            **{name: Tiles(self.own, self.num_own * self.problem.batches_per_wg) for name in self.problem.own},
+            **{name: Tiles(self.own, self.num_own) for name in self.problem.own},
             **{name: Tiles(self.other, stages * batches) for name in self.problem.loaded},
             **{name: Tiles(tile, stages) for name, tile in scores.items() if tile is not None},
         }
@@ -144,7 +144,7 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
         """Allocates shared memory and makes pipelines.
 
         Own tiles: (BLOCK, d, own stages). Loaded tiles: (tile, d, stages). Bias and mask: (tile_q, tile_k, stages).
-        Statistics: (tile_q, 2, stages) fp32. All but bias and mask have `batches` tiles per stage: see `tile_of_stage`.
+        Statistics: (tile_q, 2, stages) fp32. Loaded tiles and statistics have `batches` per stage.
         """
         c, smem, batches = self.config, cutlass.memory.SmemAllocator(), self.problem.batches
         own = self.problem.own
@@ -169,19 +169,16 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
             consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 4 * num_wgs), defer_sync=True,
         )  # fmt: skip
 
-    def tile_of_stage(self, stage: Int32, g: int) -> Int32:
-        """Which loaded tile of a stage is that of batch g of an item."""
+    # What differs between warp groups: their rows of one head, or with `short` their batches.
+
+    def tile_of_stage(self, stage: Int32, g: int | Int32) -> Int32:
+        """Which loaded tile of a stage is that of batch g of an item; g: also a warp group, which reads its batch."""
         return stage if self.problem.batches == 1 else stage * self.problem.batches + g
 
-    def tile_of_wg(self, stage: Int32, g: int, wg: Int32) -> Int32:
-        """Which loaded tile of a stage is that of batch g of a warp group."""
-        return self.tile_of_stage(stage, wg if self.problem.short else g)
-
-    def heads_of_wg(self, head: Head, s: ScoreArgs, wg: Int32) -> list[Head]:
-        """The head in each batch of a warp group."""
+    def head_of_wg(self, head: Head, s: ScoreArgs, wg: Int32) -> Head:
         if self.problem.short:
-            return [head._replace(batch=cutlass.min(head.batch + wg, s.batch - 1))]
-        return self.heads_of(head, s)
+            return head._replace(batch=cutlass.min(head.batch + wg, s.batch - 1))
+        return head
 
     def rows_of_wg(self, wg: Int32) -> Int32:
         """Which block of the CTA's rows a warp group has."""

@@ -44,14 +44,12 @@ class AttentionForwardSm90(AttentionSm90):
     @cute.jit
     def consume(self, cta: Cta, wg: Int32, thread: Int32):
         s, keys, values = cta.args.scores, cta.loaded, cta.values
-        batches = self.problem.batches_per_wg
         pv_mma = self.mma_of_rows()
         operands = self.own_operands(self.tile_k, cta)
         rK = self.fragments_b(operands[0].mmas[0], cta.shared.k)
         rV = self.fragments_b(pv_mma, self.transposed(cta.shared.v))
-        x, p = self.accumulator(self.tile_k), self.operand(self.tile_k)
-        o = [self.accumulator(self.d) for _ in range(batches)]
-        top, total = ([cute.make_rmem_tensor((2,), Float32) for _ in o] for _ in range(2))  # per row
+        x, p, o = self.accumulator(self.tile_k), self.operand(self.tile_k), self.accumulator(self.d)
+        top, total = (cute.make_rmem_tensor((2,), Float32) for _ in range(2))  # per row
         own = self.own_state(wg)
         read, previous = self.loaded_state(), self.loaded_state()
         unit = self.unit_of_scores(s)
@@ -59,66 +57,49 @@ class AttentionForwardSm90(AttentionSm90):
         self.start_pingpong(wg)
         for _ in cutlass.range(self.turns(cta.args), unroll=1):
             item = self.own_item(cta, own)
-            q = [self.load_own(operands, cta, self.own_tile(own.index, g), thread)[0] for g in range(batches)]
+            (q,) = self.load_own(operands, cta, own.index, thread)
             q0, k0 = item.tile * self.tile_q + row_wg * BLOCK, item.first * self.tile_k
-            heads = self.heads_of_wg(item.head, s, wg)
-            blocks = [ScoreBlock(head, q0=q0, k0=k0, wg=row_wg, thread=thread) for head in heads]
-            for g in cutlass.range_constexpr(batches):
-                o[g].fill(0.0)
-                top[g].fill(-Float32.inf)
-                total[g].fill(0.0)
+            block = ScoreBlock(self.head_of_wg(item.head, s, wg), q0=q0, k0=k0, wg=row_wg, thread=thread)
+            o.fill(0.0)
+            top.fill(-Float32.inf)
+            total.fill(0.0)
 
             # the first tile
             keys.consumer_wait(read)
-            for g in cutlass.range_constexpr(batches):
-                self.multiply(x, *q[g], rK[None, None, None, self.tile_of_wg(read.index, g, wg)])
-                if const_expr(g > 0):
-                    values.consumer_wait(previous)
-                    of_first = rV[None, None, None, self.tile_of_wg(previous.index, g - 1, wg)]
-                    self.multiply(o[g - 1], [pv_mma], p, of_first)
-                cute.nvgpu.warpgroup.wait_group(1 if g > 0 else 0)
-                at, is_full = self.loaded_block(blocks[g], cta.walk, read.index, item.first)
-                self.scores(x, cta, read.index, at, None, None, is_full)
-                if const_expr(g == batches - 1):
-                    self.release(keys, read)
-                self.exponentials(x, top[g], total[g], unit)
-                if const_expr(g > 0):
-                    cute.nvgpu.warpgroup.wait_group(0)
-                self.round_to_operand(p, x)
+            self.multiply(x, *q, rK[None, None, None, self.tile_of_stage(read.index, wg)])
+            cute.nvgpu.warpgroup.wait_group(0)
+            at, is_full = self.loaded_block(block, cta.walk, read.index, item.first)
+            self.scores(x, cta, read.index, at, None, None, is_full)
+            self.release(keys, read)
+            self.exponentials(x, top, total, unit)
+            self.round_to_operand(p, x)
             read.advance()
             for n in cutlass.range(item.first + 1, item.last, unroll=1):
                 keys.consumer_wait(read)
-                for g in cutlass.range_constexpr(batches):
-                    before = const_expr((g - 1) % batches)  # the batch of p
-                    values.consumer_wait(previous)
-                    self.wait_to_issue(wg)
-                    self.multiply(x, *q[g], rK[None, None, None, self.tile_of_wg(read.index, g, wg)])
-                    of_p = rV[None, None, None, self.tile_of_wg(previous.index, before, wg)]
-                    self.multiply(o[before], [pv_mma], p, of_p)
-                    self.let_next_issue(wg)
-                    cute.nvgpu.warpgroup.wait_group(1)
-                    at, is_full = self.loaded_block(blocks[g], cta.walk, read.index, n)
-                    self.scores(x, cta, read.index, at, None, None, is_full)
-                    if const_expr(g == batches - 1):
-                        self.release(keys, read)
-                    rescale = self.exponentials(x, top[g], total[g], unit)
-                    cute.nvgpu.warpgroup.wait_group(0)
-                    if const_expr(before == batches - 1):
-                        values.consumer_release(previous)
-                        previous.advance()
-                    for v in cutlass.range_constexpr(cute.size(o[g])):
-                        o[g][v] = o[g][v] * rescale[v // 2 % 2]
-                    self.round_to_operand(p, x)
+                values.consumer_wait(previous)
+                self.wait_to_issue(wg)
+                self.multiply(x, *q, rK[None, None, None, self.tile_of_stage(read.index, wg)])
+                self.multiply(o, [pv_mma], p, rV[None, None, None, self.tile_of_stage(previous.index, wg)])
+                self.let_next_issue(wg)
+                cute.nvgpu.warpgroup.wait_group(1)
+                at, is_full = self.loaded_block(block, cta.walk, read.index, n)
+                self.scores(x, cta, read.index, at, None, None, is_full)
+                self.release(keys, read)
+                rescale = self.exponentials(x, top, total, unit)
+                cute.nvgpu.warpgroup.wait_group(0)
+                values.consumer_release(previous)
+                previous.advance()
+                for v in cutlass.range_constexpr(cute.size(o)):
+                    o[v] = o[v] * rescale[v // 2 % 2]
+                self.round_to_operand(p, x)
                 read.advance()
             own = self.release_own(cta.own, own)
             values.consumer_wait(previous)
-            of_p = rV[None, None, None, self.tile_of_wg(previous.index, batches - 1, wg)]
-            self.multiply(o[batches - 1], [pv_mma], p, of_p)
+            self.multiply(o, [pv_mma], p, rV[None, None, None, self.tile_of_stage(previous.index, wg)])
             cute.nvgpu.warpgroup.wait_group(0)
             values.consumer_release(previous)
             previous.advance()
-            for g in cutlass.range_constexpr(batches):
-                self.finish(o[g], top[g], total[g], unit, cta.args, blocks[g])
+            self.finish(o, top, total, unit, cta.args, block)
         self.end_pingpong(wg)
 
     @cute.jit

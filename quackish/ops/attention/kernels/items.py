@@ -80,7 +80,7 @@ class AttentionItems(MaskWalk):
         # dq = ds k starts with the heads whose ds is still in the L2 (H100, d 64: 0.884 to 0.876 ms of a whole step).
         head = heads - 1 - head
         batch = head // s.heads
-        if const_expr(self.problem.paired):
+        if const_expr(self.problem.batches > 1):
             batch = batch * self.problem.batches
         return rank, Head(batch, head % s.heads, head % s.heads // s.group)
 

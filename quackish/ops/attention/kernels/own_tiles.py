@@ -33,11 +33,7 @@ class OwnTiles:
 
     @property
     def own_stage_bytes(self) -> int:
-        return len(self.problem.own) * self.problem.batches_per_wg * self.own.bytes
-
-    def own_tile(self, stage: Int32, g: int) -> Int32:
-        """Which tile of `Cta.own` is that of batch g of a warp group in a stage."""
-        return stage if self.problem.batches_per_wg == 1 else stage * self.problem.batches_per_wg + g
+        return len(self.problem.own) * self.own.bytes
 
     def own_tiles(self, cta: Cta) -> list:
         """In shared memory: (BLOCK, d, stages of `Cta.own`) of each tensor."""
@@ -59,13 +55,11 @@ class OwnTiles:
                         items[i, state.index] = words[i]
                     barrier = own.producer_get_barrier(state)
                     cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.own_stage_bytes)
-                batches = [of.batch for of in self.heads_of_wg(item.head, args.scores, Int32(w))]
+                batch = self.head_of_wg(item.head, args.scores, Int32(w)).batch
                 row = item.tile if const_expr(self.problem.short) else item.tile * wgs + w
                 for name in self.problem.own:
-                    for g in cutlass.range_constexpr(len(batches)):
-                        barrier = own.producer_get_barrier(state)
-                        part = self.part(cta, name, head, batches[g])
-                        self.load(part, row, 0, self.own_tile(state.index, g), barrier)
+                    part = self.part(cta, name, head, batch)
+                    self.load(part, row, 0, state.index, own.producer_get_barrier(state))
                 state.advance()
         own.producer_tail(state)
 
@@ -91,7 +85,7 @@ class OwnTiles:
 
     @cute.jit
     def load_own(self, operands: list, cta: Cta, stage: Int32, thread: Int32):
-        """The `Operand`s of the item in a stage. Loads the own tiles that are kept in registers. stage: of `own_tile`.
+        """The `Operand`s of the item in a stage. Loads the own tiles that are kept in registers. stage: of `Cta.own`.
 
         Their stage is released at the item's end nevertheless: when it was released right here, the next item's tile
         overwrote rows before they were loaded, in the first items of a launch (`test_calls_in_a_row`).
