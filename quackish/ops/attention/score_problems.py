@@ -16,6 +16,8 @@ from quackish.ops.attention.arguments import (
     Strided,
 )
 
+STATS_BYTES = 8  # of a query, in backward: the shift of its scores, and delta
+
 
 @dataclasses.dataclass(frozen=True)
 class AttentionProblem:
@@ -31,8 +33,8 @@ class AttentionProblem:
     softcap: bool = False
     # The mask is the same for all queries, and for the heads that share a head of keys. `mask_aligned` is True.
     mask_of_keys: bool = False
-    # At most BLOCK queries and keys, a bias that is the same for all batches, and no mask but one of keys: a CTA has two
-    # batches at a time, one per warp group.
+    # At most BLOCK queries and keys, a bias that is the same for all batches, and no mask but one of keys: a CTA has
+    # two batches at a time, one per warp group.
     short: bool = False
 
     # What differs between the kernels
@@ -177,7 +179,7 @@ class AttentionKeysProblem(AttentionProblem):
         return self.dbias and self.bias_dtype != "float32"
 
     def stage_bytes(self, rows: int, tile: int) -> int:
-        return super().stage_bytes(rows, tile) + self.batches * 8 * tile  # shift and delta of the loaded rows
+        return super().stage_bytes(rows, tile) + self.batches * tile * STATS_BYTES
 
     def result_bytes(self, rows: int, tile: int) -> int:
         return 2 * rows * tile * self.dbias_by_tma
@@ -209,6 +211,9 @@ class AttentionQueriesProblem(AttentionProblem):
     #   d 64    (64, 4) 0.356    (128, 2) 0.376
     #   d 128   (64, 3) 0.513    (64, 2) 0.565
     preferred = ((128, 3), (64, 2))
+
+    def own_bytes(self, rows: int, tile: int) -> int:
+        return super().own_bytes(rows, tile) + self.batches * rows * STATS_BYTES
 
     def live_registers(self, tile: int) -> int:
         of_scores = tile // 4 * self.has_unaligned + tile // 2 * self.softcap
@@ -255,7 +260,7 @@ class AttentionBiasProblem(AttentionProblem):
         return rows * tile * self.bias_bytes  # the same for all heads that are summed
 
     def stage_bytes(self, rows: int, tile: int) -> int:
-        of_rows = rows * (2 * self.d * 2 + 8)  # q, do, shift and delta
+        of_rows = rows * (2 * self.d * 2 + STATS_BYTES)  # q, do, statistics
         return super().stage_bytes(rows, tile) - self.own_bytes(rows, tile) + of_rows
 
     def live_registers(self, tile: int) -> int:

@@ -18,7 +18,7 @@ from quackish.ops.attention.arguments import BLOCK, BiasArgs, ScoreArgs
 from quackish.ops.attention.kernels.base_sm90 import AttentionSm90, Tiles
 from quackish.ops.attention.kernels.cta import Cta
 from quackish.ops.attention.kernels.items import Head
-from quackish.ops.attention.kernels.scores import ScoreBlock, pair_rows
+from quackish.ops.attention.kernels.scores import ScoreBlock
 
 
 class BiasItem(NamedTuple):
@@ -34,7 +34,7 @@ class BiasItem(NamedTuple):
 
 class AttentionBiasSm90(AttentionSm90):
     rows_are_queries = True
-    loads_stats = True
+    stats_of = "loaded"
 
     @property
     def keeps_bias(self) -> bool:
@@ -125,7 +125,7 @@ class AttentionBiasSm90(AttentionSm90):
         for name in ("k", "v"):
             self.load(self.part(cta, name, head.key_head, head.batch), item.tile_k, 0, state.index, barrier)
         self.load_scores(cta, head, item.tile_q, item.tile_k, state, is_full)
-        self.load_stats(cta, head, item.tile_q, state)
+        self.load_stats(cta, head, item.tile_q, state.index, barrier)
 
     @cute.jit
     def consume(self, cta: Cta, wg: Int32, thread: Int32):
@@ -152,9 +152,7 @@ class AttentionBiasSm90(AttentionSm90):
                 own = read.index * c.num_wgs + wg
                 self.multiply(x, mmas, rQ[None, None, None, own], rK[None, None, None, read.index])
                 self.multiply(dp, mmas, rDO[None, None, None, own], rV[None, None, None, read.index])
-                for r in cutlass.range_constexpr(2):
-                    for n in cutlass.range_constexpr(2):
-                        stats[r, n] = shared.stats[wg * BLOCK + pair_rows(thread) + 8 * r, n, read.index]
+                self.read_stats(stats, shared.stats[None, None, read.index], wg * BLOCK, thread)
                 cute.nvgpu.warpgroup.wait_group(1)
                 at = block
                 if const_expr(self.problem.has_unaligned or self.problem.mask_of_keys):

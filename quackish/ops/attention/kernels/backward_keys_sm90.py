@@ -39,7 +39,7 @@ class KeyItem(NamedTuple):
 
 class AttentionKeysSm90(AttentionSm90):
     rows_are_queries = False
-    loads_stats = True
+    stats_of = "loaded"
 
     def __init__(self, problem, config):
         super().__init__(problem, config)
@@ -113,7 +113,7 @@ class AttentionKeysSm90(AttentionSm90):
                 self.load(part, tile_q, 0, self.tile_of_stage(state.index, g), barrier)
         self.load_scores(cta, head, tile_q, item.tile, state, is_full)
         for g in cutlass.range_constexpr(len(heads)):
-            self.load_stats(cta, heads[g], tile_q, state, g)
+            self.load_stats(cta, heads[g], tile_q, self.tile_of_stage(state.index, g), barrier)
 
     @cute.jit
     def consume(self, cta: Cta, wg: Int32, thread: Int32):

@@ -8,19 +8,19 @@ A CTA has `num_wgs` blocks of 64 queries and walks over the keys, like forward.
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, const_expr
 
 from quackish.kernels.dependent_launch import after_previous
-from quackish.kernels.memory import load_at
 from quackish.ops.attention.arguments import BLOCK, QueriesArgs
 from quackish.ops.attention.kernels.base_sm90 import AttentionSm90
 from quackish.ops.attention.kernels.cta import Cta
 from quackish.ops.attention.kernels.items import Item
-from quackish.ops.attention.kernels.scores import ScoreBlock, pair_rows
+from quackish.ops.attention.kernels.scores import ScoreBlock
 
 
 class AttentionQueriesSm90(AttentionSm90):
     rows_are_queries = True
+    stats_of = "own"
     pingpong = True
 
     @cute.jit
@@ -52,20 +52,6 @@ class AttentionQueriesSm90(AttentionSm90):
         self.load_scores(cta, item.head, item.tile, n, state, is_full)
 
     @cute.jit
-    def statistics(self, args: QueriesArgs, block: ScoreBlock):
-        """(shift, delta) of the thread's two rows."""
-        s, head = args.scores, block.head
-        shifts, deltas = (cute.make_rmem_tensor((2,), Float32) for _ in range(2))
-        of_head, heads = Int64(head.batch) * s.heads + head.query_head, Int64(s.batch) * s.heads
-        for r in cutlass.range_constexpr(2):
-            row = block.q0 + pair_rows(block.thread) + 8 * r
-            shifts[r], deltas[r] = Float32(0.0), Float32(0.0)
-            if row < s.num_q:
-                shifts[r] = load_at(args.stats, of_head * args.stats_row + row)
-                deltas[r] = load_at(args.stats, (heads + of_head) * args.stats_row + row)
-        return shifts, self.per_row(deltas)
-
-    @cute.jit
     def consume(self, cta: Cta, wg: Int32, thread: Int32):
         s, args, shared, loaded = cta.args.scores, cta.args, cta.shared, cta.loaded
         dq_mma = self.mma_of_rows()
@@ -75,6 +61,8 @@ class AttentionQueriesSm90(AttentionSm90):
         x, dp = self.accumulator(self.tile_k), self.accumulator(self.tile_k)
         dq, ds = self.accumulator(self.d), self.operand(self.tile_k)
         tanhs = cute.make_rmem_tensor(x.layout, Float32) if const_expr(self.problem.softcap) else None
+        stats = cute.make_rmem_tensor((2, 2), Float32)
+        shifts, delta = stats[None, 0], self.per_row(stats[None, 1])
         own = self.own_state(wg)
         read, previous = self.loaded_state(), self.loaded_state()
         row_wg = self.rows_of_wg(wg)
@@ -85,7 +73,7 @@ class AttentionQueriesSm90(AttentionSm90):
             item = item._replace(head=self.head_of_wg(item.head, s, wg))
             q0 = item.tile * self.tile_q + row_wg * BLOCK
             block = ScoreBlock(item.head, q0=q0, k0=Int32(0), wg=row_wg, thread=thread)
-            shifts, delta = self.statistics(args, block)
+            self.read_stats(stats, shared.stats[None, None, own.index], Int32(0), thread)
             dq.fill(0.0)
             for j in cutlass.range(item.first, item.last, unroll=1):
                 loaded.consumer_wait(read)

@@ -40,7 +40,7 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
 
     rows_are_queries: bool
     pingpong = False
-    loads_stats = False  # True if shift and delta of the queries are loaded with their tile
+    stats_of: str | None = None  # "loaded" or "own": the tiles of queries whose shift and delta are loaded with them
     v_has_pipeline = False  # True if tiles of v have a pipeline of their own
     staged: SwizzledTile | None = None  # a warp group's dbias in shared memory before TMA stores it
     keeps_bias = False  # True if an item has one tile of the bias
@@ -83,6 +83,10 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
         return self.problem.stage_bytes(rows, self.config.tile) - of_values
 
     @property
+    def rows_of_stats(self) -> int:
+        return BLOCK if self.stats_of == "own" else self.tile_q
+
+    @property
     def registers(self) -> tuple[int, int]:
         """(registers per thread of the producer, registers per thread of the consumers)"""
         return REGISTERS[self.config.num_wgs]
@@ -100,7 +104,7 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
         """
         s = args.scores
         tma = {name: self.tma(self.tiles[name].tile, tensor) for name, tensor in tensors.items()}
-        if const_expr(self.loads_stats):
+        if const_expr(self.stats_of is not None):
             tma["stats"] = self.tma_of_stats(args)
         if const_expr(self.bias is not None):
             tma["bias"] = self.tma(self.bias, self.broadcast_scores(s.bias, s))
@@ -144,14 +148,15 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
         """Allocates shared memory and makes pipelines.
 
         Own tiles: (BLOCK, d, own stages). Loaded tiles: (tile, d, stages). Bias and mask: (tile_q, tile_k, stages).
-        Statistics: (tile_q, 2, stages) fp32. Loaded tiles and statistics have `batches` per stage.
+        Statistics: (rows_of_stats, 2, stages) fp32. Loaded tiles and their statistics have `batches` per stage.
         """
         c, smem, batches = self.config, cutlass.memory.SmemAllocator(), self.problem.batches
         own = self.problem.own
         walk, items = self.allocate_walk(smem), self.allocate_items(smem) if own else None
         shared = {name: tile.allocate(smem, count) for name, (tile, count) in self.tiles.items()}
-        if self.loads_stats:
-            layout = cute.make_layout((self.tile_q, 2, c.num_stages * batches))
+        if self.stats_of is not None:
+            stages = self.num_own if self.stats_of == "own" else c.num_stages * batches
+            layout = cute.make_layout((self.rows_of_stats, 2, stages))
             shared["stats"] = smem.allocate_tensor(Float32, layout, 128)
         return Cta(
             args=args, tma=tma, shared=PerTensor(**shared), walk=walk, items=items,

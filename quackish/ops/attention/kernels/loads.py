@@ -114,18 +114,17 @@ class TileLoads:
         s = args.scores
         row, heads = cute.assume(args.stats_row, divby=4), s.batch * s.heads
         layout = cute.make_layout((s.num_q, heads, 2), stride=(1, row, cute.assume(row * heads, divby=4)))
-        box, op = cute.make_layout((self.tile_q,)), cpasync.CopyBulkTensorTileG2SOp()
+        box, op = cute.make_layout((self.rows_of_stats,)), cpasync.CopyBulkTensorTileG2SOp()
         return TmaTensor(
-            *cpasync.make_tiled_tma_atom(op, cute.make_tensor(args.stats, layout), box, (self.tile_q,))
+            *cpasync.make_tiled_tma_atom(op, cute.make_tensor(args.stats, layout), box, (self.rows_of_stats,))
         )  # fmt: skip
 
     @cute.jit
-    def load_stats(self, cta: Cta, head: Head, tile: Int32, state, g: cutlass.Constexpr[int] = 0):
-        """Of an item's g-th batch."""
-        s, barrier = cta.args.scores, cta.loaded.producer_get_barrier(state)
-        to = self.tile_of_stage(state.index, g)
+    def load_stats(self, cta: Cta, head: Head, tile: Int32, stage, barrier):
+        """Loads both of a tile of queries."""
+        s = cta.args.scores
         for i in cutlass.range_constexpr(2):
             stats = cta.tma.stats.coordinates[None, head.batch * s.heads + head.query_head, i]
-            tiles = cute.local_tile(stats, (self.tile_q,), (None,))
+            tiles = cute.local_tile(stats, (self.rows_of_stats,), (None,))
             part = self._part(cta.tma.stats.atom, cta.shared.stats[None, i, None], tiles, 1)
-            cute.copy(part.atom, part.tiles[None, tile], part.shared[None, to], tma_bar_ptr=barrier)
+            cute.copy(part.atom, part.tiles[None, tile], part.shared[None, stage], tma_bar_ptr=barrier)

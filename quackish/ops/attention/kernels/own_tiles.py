@@ -6,9 +6,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr, pipeline
 
+from quackish.ops.attention.arguments import BLOCK
 from quackish.ops.attention.kernels.cta import Cta
 from quackish.ops.attention.kernels.items import Head
 from quackish.ops.attention.kernels.mask_walk import read_word
+from quackish.ops.attention.score_problems import STATS_BYTES
 
 
 class Operand(NamedTuple):
@@ -33,7 +35,7 @@ class OwnTiles:
 
     @property
     def own_stage_bytes(self) -> int:
-        return len(self.problem.own) * self.own.bytes
+        return len(self.problem.own) * self.own.bytes + BLOCK * STATS_BYTES * (self.stats_of == "own")
 
     def own_tiles(self, cta: Cta) -> list:
         """In shared memory: (BLOCK, d, stages of `Cta.own`) of each tensor."""
@@ -60,6 +62,9 @@ class OwnTiles:
                 for name in self.problem.own:
                     part = self.part(cta, name, head, batch)
                     self.load(part, row, 0, state.index, own.producer_get_barrier(state))
+                if const_expr(self.stats_of == "own"):
+                    of_row = item.head._replace(batch=batch)
+                    self.load_stats(cta, of_row, row, state.index, own.producer_get_barrier(state))
                 state.advance()
         own.producer_tail(state)
 

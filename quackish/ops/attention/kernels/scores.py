@@ -214,6 +214,13 @@ class AttentionScores:
                 bias = load_at(base, Int64(q) * args.bias.row + Int64(k) * args.bias.column).to(Float32)
             self.add(acc, i, factor, bias, shift)
 
+    @cute.jit
+    def read_stats(self, stats: cute.Tensor, shared: cute.Tensor, row0: Int32, thread: Int32):
+        """stats (2, 2) = (shift, delta) of the thread's two rows. shared: (rows, 2), and row0 is the accumulator's."""
+        for r in cutlass.range_constexpr(2):
+            for n in cutlass.range_constexpr(2):
+                stats[r, n] = shared[row0 + pair_rows(thread) + 8 * r, n]
+
     def per_row(self, values: cute.Tensor):
         """(2,) values of the thread's two rows, as a tensor like an accumulator."""
         return cute.make_tensor(values.iterator, cute.make_layout((2, 2, self.config.tile // 8), stride=(0, 1, 0)))
