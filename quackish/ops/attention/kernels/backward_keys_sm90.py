@@ -134,6 +134,7 @@ class AttentionKeysSm90(AttentionSm90):
             item = self.own_item(cta, own)
             k, v = self.load_own(operands, cta, own.index, thread)
             item = item._replace(head=self.head_of_wg(item.head, s, wg))
+            kept = self.kept_rows(s, item, row_wg, thread)
             dk.fill(0.0)
             dv.fill(0.0)
             if const_expr(self.ahead):
@@ -166,8 +167,8 @@ class AttentionKeysSm90(AttentionSm90):
                 cute.nvgpu.warpgroup.wait_group(1)  # dp
                 for i in cutlass.range_constexpr(cute.size(x)):
                     x[i] = x[i] * (dp[i] - delta[i])
-                if const_expr(self.problem.dbias and self.problem.mask_of_keys):
-                    self.zero_rows(x, s, item, row_wg, thread)
+                if const_expr(self.problem.dbias):
+                    self.zero_rows(x, kept)
                 if const_expr(self.problem.dbias and not self.problem.ds_is_dbias):
                     self.store_dbias(x, cta, block)
                 if const_expr(tanhs is not None):
@@ -196,8 +197,7 @@ class AttentionKeysSm90(AttentionSm90):
                 dk[i] = dk[i] * s.scale
             k0, head = item.tile * self.tile_k + row_wg * BLOCK, item.head
             for result, to in ((dk, args.dk), (dv, args.dv)):
-                if const_expr(self.problem.mask_of_keys):
-                    self.zero_rows(result, s, item, row_wg, thread)
+                self.zero_rows(result, kept)
                 base = to.base + (Int64(head.batch) * to.batch + Int64(head.key_head) * to.head)
                 self.write_rows(result, base + Int64(k0) * to.row, to.row, s.num_k - k0, s.d, thread)
         self.end_pingpong(wg)
@@ -205,13 +205,19 @@ class AttentionKeysSm90(AttentionSm90):
             if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
 
-    @cute.jit
-    def zero_rows(self, acc: cute.Tensor, s: ScoreArgs, item: KeyItem, row_wg: Int32, thread: Int32):
-        """acc = 0 in rows of keys that the mask of keys leaves out, where it is garbage."""
+    def kept_rows(self, s: ScoreArgs, item: KeyItem, row_wg: Int32, thread: Int32) -> list | None:
+        """Of a mask of keys: 0 if it leaves out the thread's first or second row."""
+        if not self.problem.mask_of_keys:
+            return None
         first = item.tile * self.tile_k + row_wg * BLOCK + pair_rows(thread)
-        keeps = [self.keeps(s, item.head, first + 8 * r) for r in range(2)]
-        for i in cutlass.range_constexpr(cute.size(acc)):
-            acc[i] = acc[i] if keeps[i // 2 % 2] else Float32(0.0)
+        return [self.keep(s, item.head, first + 8 * r) for r in range(2)]
+
+    @cute.jit
+    def zero_rows(self, acc: cute.Tensor, kept):
+        """acc = 0 in rows of keys that the mask of keys leaves out, where it is garbage. kept: of `kept_rows`."""
+        if const_expr(kept is not None):
+            for i in cutlass.range_constexpr(cute.size(acc)):
+                acc[i] = acc[i] if kept[i // 2 % 2] != 0 else Float32(0.0)
 
     @cute.jit
     def store_dbias(self, dbias: cute.Tensor, cta: Cta, block: ScoreBlock):

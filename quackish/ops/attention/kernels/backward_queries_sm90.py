@@ -82,14 +82,15 @@ class AttentionQueriesSm90(AttentionSm90):
                 self.multiply(x, *q, rK[None, None, None, tile])
                 self.multiply(dp, *do, rV[None, None, None, tile])
                 self.let_next_issue(wg)
+                n, is_full = self.loaded_tile(cta.walk, read.index, j)
+                at = block._replace(k0=n * self.tile_k)
+                kept = self.kept_keys(s, at, is_full)
                 cute.nvgpu.warpgroup.wait_group(1)  # x, and the dq before
                 if j > item.first:
                     self.release(loaded, previous)
                     previous.advance()
-                n, is_full = self.loaded_tile(cta.walk, read.index, j)
-                at = block._replace(k0=n * self.tile_k)
                 shift = self.shift(self.per_row(shifts), shifts, n, item)
-                self.scores(x, cta, read.index, at, shift, tanhs, is_full)
+                self.scores(x, cta, read.index, at, shift, tanhs, is_full, kept)
                 for v in cutlass.range_constexpr(cute.size(x)):
                     x[v] = cute.math.exp2(x[v], fastmath=True)
                 cute.nvgpu.warpgroup.wait_group(0)

@@ -56,12 +56,13 @@ class AttentionScores:
 
     @cute.jit
     def scores(
-        self, acc: cute.Tensor, cta: Cta, stage: Int32, block: ScoreBlock, shift: Shift | None, tanhs, is_full=None
-    ):
+        self, acc: cute.Tensor, cta: Cta, stage: Int32, block: ScoreBlock, shift: Shift | None, tanhs, is_full=None,
+        kept=None,
+    ):  # fmt: skip
         """acc = log2(e) * x - shift for acc = q k^T; or x / `unit_of_scores` without a shift.
 
         tanhs, for the softcap's tanh, is a tensor like acc, or None. is_full: 1 if the mask leaves all keys, else 0;
-        None if unknown.
+        None if unknown. kept: of `kept_keys`.
         """
         args = cta.args.scores
         factor = args.scale
@@ -82,10 +83,10 @@ class AttentionScores:
             self.add_terms(acc, factor, cta, stage, block, None)
             self.subtract(acc, cta, block, shift)
         if const_expr(self.masks_scores and is_full is None):
-            self.mask_out(acc, cta, stage, block)
+            self.mask_out(acc, cta, stage, block, kept)
         elif const_expr(self.masks_scores):
             if is_full == 0:
-                self.mask_out(acc, cta, stage, block)
+                self.mask_out(acc, cta, stage, block, kept)
         if self.cuts(args, block):
             for i in cutlass.range_constexpr(cute.size(acc)):
                 if not self.takes_part(args, *self.position(block, i)):
@@ -231,10 +232,10 @@ class AttentionScores:
         return cute.make_tensor(values + thread % 4 * 2, layout)
 
     @cute.jit
-    def mask_out(self, acc: cute.Tensor, cta: Cta, stage: Int32, block: ScoreBlock):
+    def mask_out(self, acc: cute.Tensor, cta: Cta, stage: Int32, block: ScoreBlock, kept):
         args = cta.args.scores
         if const_expr(self.problem.mask_of_keys):
-            self.mask_out_keys(acc, args, block)
+            self.mask_out_keys(acc, kept, block)
         elif const_expr(self.mask is None):
             base = self.start(args.mask, block.head)
             for i in cutlass.range_constexpr(cute.size(acc)):
@@ -259,22 +260,43 @@ class AttentionScores:
                         acc[i + n] = -Float32.inf
 
     @cute.jit
-    def mask_out_keys(self, acc: cute.Tensor, args: ScoreArgs, block: ScoreBlock):
-        """`mask_out` for a mask that is the same for all queries: a lane loads few keys, and has a bit of each key."""
-        of_lane = [self.keeps(args, block.head, block.k0 + (j + block.thread % 32)) for j in range(0, self.block_k, 32)]
-        words = [cute.arch.vote_ballot_sync(keeps) for keeps in of_lane]
+    def kept_keys(self, args: ScoreArgs, block: ScoreBlock, is_full):
+        """A lane's part of a mask of keys, 0 where it leaves out a key; None without one. is_full: as in `scores`.
+
+        It is loaded before the scores are waited for.
+        """
+        if const_expr(not (self.masks_scores and self.problem.mask_of_keys)):
+            return None
+        kept = cute.make_rmem_tensor((self.block_k // 32,), Int32)
+        kept.fill(1)
+        if const_expr(is_full is None):
+            self.load_kept_keys(kept, args, block)
+        else:
+            if is_full == 0:
+                self.load_kept_keys(kept, args, block)
+        return kept
+
+    @cute.jit
+    def load_kept_keys(self, kept: cute.Tensor, args: ScoreArgs, block: ScoreBlock):
+        for j in cutlass.range_constexpr(cute.size(kept)):
+            kept[j] = self.keep(args, block.head, block.k0 + (32 * j + block.thread % 32))
+
+    @cute.jit
+    def mask_out_keys(self, acc: cute.Tensor, kept: cute.Tensor, block: ScoreBlock):
+        """`mask_out` for a mask of keys: a lane has few of them, and gets a bit of each key."""
+        words = [cute.arch.vote_ballot_sync(kept[j] != 0) for j in range(cute.size(kept))]
         common = words[0]
         for j in cutlass.range_constexpr(1, len(words)):
             common = common & words[j]
         if common != -1:
             for j in cutlass.range_constexpr(len(words)):
-                kept = words[j] >> block.thread % 4 * 2
+                bits = words[j] >> block.thread % 4 * 2
                 for i in cutlass.range_constexpr(16):
-                    if (kept >> (i // 4 * 8 + i % 2)) & 1 == 0:
+                    if (bits >> (i // 4 * 8 + i % 2)) & 1 == 0:
                         acc[16 * j + i] = -Float32.inf
 
     @cute.jit
-    def keeps(self, args: ScoreArgs, head: Head, k: Int32) -> Boolean:
-        """True if key k takes part by a mask of keys. A k past the last key counts as the last one."""
+    def keep(self, args: ScoreArgs, head: Head, k: Int32) -> Int32:
+        """Not 0 if key k takes part by a mask of keys. A k past the last key counts as the last one."""
         at = Int64(cutlass.min(k, args.num_k - 1)) * args.mask.column
-        return load_at(self.start(args.mask, head), at).to(Int32) != 0
+        return load_at(self.start(args.mask, head), at).to(Int32)
