@@ -42,6 +42,8 @@ FIELDS = [  # one of each kernel is compiled in every run of the tests
     dict(dtype=BF16, d=32, bias_dtype=BF16),
     dict(dtype=FP16, d=32, bias_dtype=FP32, mask=True, mask_of_keys=True, band=True, softcap=True, short=True),
     dict(dtype=BF16, d=32, bias_dtype=BF16, mask=True, mask_of_keys=True, short=True),
+    dict(dtype=BF16, d=32, bias_dtype=BF16, mask=True, mask_of_keys=True, wide=True),
+    dict(dtype=FP16, d=32, wide=True),
     dict(dtype=BF16, d=32, bias_dtype=BF16, mask=True, mask_of_keys=True),
     dict(dtype=BF16, d=128, bias_dtype=BF16, mask=True, mask_of_keys=True),
     dict(dtype=BF16, d=64, bias_dtype=BF16, bias_aligned=False, mask=True, mask_of_keys=True),
@@ -63,7 +65,7 @@ def problems():
             ),
         )
         if has_bias:
-            yield "attention_bwd_bias", AttentionBiasProblem(**fields | dict(short=False))
+            yield "attention_bwd_bias", AttentionBiasProblem(**fields | dict(short=False, wide=False))
 
 
 @pytest.mark.exhaustive

@@ -74,6 +74,7 @@ BROADCAST = {  # a bias of all batches at d 32; "short": two batches at a time, 
     "GQA, causal, softcap, fp32 bias of all heads": lambda: case(
         2, 2, 70, 200, 16, kv_heads=1, bias=(1, 1, 70, 200), bias_dtype=FP32, is_causal=True, softcap=2.0
     ),
+    "wide, mask of keys": lambda: mask_of_keys_case(3, 2, 136, 190, 32, bias=(1, 2, 136, 190)),
     "short, mask of keys": lambda: mask_of_keys_case(3, 1, 64, 64, 32, bias=(1, 1, 64, 64)),
 }
 

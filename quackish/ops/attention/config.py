@@ -117,13 +117,14 @@ def attention_why_illegal(problem: AttentionProblem, config: AttentionConfig, gp
 
 
 def attention_config(problem: AttentionProblem, gpu: Gpu) -> AttentionConfig:
-    """Two consumer warp groups, as many stages as fit up to a limit, and a second stage of own tiles if it fits too."""
+    """As many stages as fit up to a limit, and a second stage of own tiles if it fits too."""
     # 4 stages fit some kernels at d 128, but were not measured there.
     most = 3 if problem.d == MAX_D else problem.max_stages
+    num_wgs = 3 if problem.wide else 2
     for tile, least in problem.choices:
         for stages in range(most, least - 1, -1):
             for own_stages in reversed(problem.own_stages):
-                config = AttentionConfig(2, tile, stages, own_stages)
+                config = AttentionConfig(num_wgs, tile, stages, own_stages)
                 if attention_why_illegal(problem, config, gpu) is None:
                     return config
     raise UnsupportedError(f"scaled_dot_product_attention: no kernel for {problem} on {gpu.name}")

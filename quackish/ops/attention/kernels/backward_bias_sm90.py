@@ -157,13 +157,14 @@ class AttentionBiasSm90(AttentionSm90):
                 if const_expr(self.problem.has_unaligned or self.problem.mask_of_keys):
                     at = block._replace(head=self.head_at(j, args, item.head))
                 kept_keys = self.kept_keys(args.scores, at, is_full)
-                cute.nvgpu.warpgroup.wait_group(1)
+                cute.nvgpu.warpgroup.wait_group(0 if self.waits_once else 1)
                 shift = self.shift(self.per_row(shifts), shifts, j, item)
                 of_scores = cta._replace(bias_stage=kept.index) if const_expr(self.keeps_bias) else cta
                 self.scores(x, of_scores, read.index, at, shift, None, is_full, kept_keys)
                 for v in cutlass.range_constexpr(cute.size(x)):
                     x[v] = cute.math.exp2(x[v], fastmath=True)
-                cute.nvgpu.warpgroup.wait_group(0)
+                if const_expr(not self.waits_once):
+                    cute.nvgpu.warpgroup.wait_group(0)
                 for v in cutlass.range_constexpr(cute.size(x)):
                     total[v] = total[v] + x[v] * (dp[v] - delta[v])
                 self.release(loaded, read)

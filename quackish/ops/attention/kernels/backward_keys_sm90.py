@@ -157,14 +157,17 @@ class AttentionKeysSm90(AttentionSm90):
                 values, delta = (self.per_column(shared.stats[None, r, tile].iterator, thread) for r in range(2))
                 of_lane = vector_at(shared.stats[None, 0, tile].iterator, thread % 32 * per_lane, per_lane)
                 shift = self.shift(values, of_lane, n, item)
-                if const_expr(not self.ahead):
+                if const_expr(self.waits_once):
+                    cute.nvgpu.warpgroup.wait_group(0)
+                elif const_expr(not self.ahead):
                     cute.nvgpu.warpgroup.wait_group(1)  # x
                 self.scores(x, cta, read.index, block, shift, tanhs, is_full)
                 for i in cutlass.range_constexpr(cute.size(x)):
                     x[i] = cute.math.exp2(x[i], fastmath=True)
                 self.round_to_operand(p, x)
-                self.multiply(dv, [rows_mma], p, rDOt[None, None, None, tile])
-                cute.nvgpu.warpgroup.wait_group(1)  # dp
+                if const_expr(not self.waits_once):
+                    self.multiply(dv, [rows_mma], p, rDOt[None, None, None, tile])
+                    cute.nvgpu.warpgroup.wait_group(1)  # dp
                 for i in cutlass.range_constexpr(cute.size(x)):
                     x[i] = x[i] * (dp[i] - delta[i])
                 if const_expr(self.problem.dbias):
@@ -177,7 +180,9 @@ class AttentionKeysSm90(AttentionSm90):
                 self.round_to_operand(ds, x)
                 if const_expr(self.problem.ds_is_dbias):
                     self.store_dbias(ds, cta, block)
-                if const_expr(self.ahead):
+                if const_expr(self.waits_once):
+                    self.multiply(dv, [rows_mma], p, rDOt[None, None, None, tile])
+                elif const_expr(self.ahead):
                     # dv: with dv, dk and x in flight, ptxas waits for each WGMMA at once
                     cute.nvgpu.warpgroup.wait_group(0)
                 self.multiply(dk, [rows_mma], ds, rQt[None, None, None, tile])

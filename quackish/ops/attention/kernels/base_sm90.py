@@ -56,6 +56,9 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
         # A mask of keys leaves all scores of a key or none: the kernel for dk and dv clears rows of its results.
         self.masks_scores = problem.mask and (self.rows_are_queries or not problem.mask_of_keys)
         self.walks = self.masks_scores and not problem.short  # leaves out tiles without keys
+        # Waits for x and dp together: both take little time, and the exponentials then overlap with what follows them.
+        # At d 32 the kernels for dbias and for dk and dv take 6 % less time so, and that for dq 2 % more (H200).
+        self.waits_once = self.d == 32
         self.own = SwizzledTile(self.dtype, BLOCK, self.d)
         self.other = SwizzledTile(self.dtype, config.tile, self.d)
         self.bias = self.mask = None
