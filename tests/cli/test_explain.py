@@ -155,6 +155,19 @@ def test_reasons_for_the_portable_path(words, reason):
     assert why.endswith('backend="auto" runs the portable path.')
 
 
+@pytest.mark.parametrize("gpu", ["h200", "cpu"])
+def test_an_operation_without_kernels(gpu, monkeypatch):
+    from quackish.cli import precompile
+
+    op = dataclasses.replace(RMS_NORM, name="no_kernels", spec=None)
+    monkeypatch.setitem(call_arguments.CALLS, op.name, (op, ("forward", "backward")))
+    assert output(f"no_kernels 4x8 --gpu {gpu}").endswith(
+        '\nWhy: no_kernels: no kernel for any GPU. backend="auto" runs the portable path.'
+    )
+    if gpu != "cpu":
+        assert precompile.requests_of(op.name, "4x8", gpu) == []
+
+
 def test_one_direction_may_take_the_portable_path():
     result = dry("rms_norm 1x262144 --bias")
     assert [step.phase for step in result.steps] == ["forward"]

@@ -113,7 +113,7 @@ class Operation:
     function: Callable[..., Any]  # what users call, `Imported`; takes the arguments of `arguments` and `backend`
     results: tuple[str, ...]  # the names of what it returns
     leaves: tuple[str, ...]  # the arguments that get gradients
-    spec: KernelSpec  # a GPU without this kernel runs the portable path
+    spec: KernelSpec | None  # a GPU without this kernel runs the portable path; None: an operation without kernels
     dims: tuple[str, ...]  # the names of the sizes, such as ("M", "N"); rows (tokens) come first
     example: str  # a shape
     small: tuple[int, ...]  # maximum sizes without a GPU; sizes of a self-test
