@@ -30,7 +30,7 @@ from quackish.device.spec import EMULATED_ONLY
 from quackish.device.work import describe, estimate
 from quackish.gpu import NAMED, Gpu, Roofs, roofs_of, speeds
 from quackish.ops.shared.argument_types import one_of
-from quackish.text import fill, table_of, text_table
+from quackish.text import fill, megabytes, table_of, text_table
 
 if TYPE_CHECKING:
     from quackish.ops.shared.dry_run import DryRun, Step
@@ -193,12 +193,16 @@ def _ctas_per_sm(used: Resources, config: Any, gpu: Gpu) -> tuple[int, str]:
 
 
 def _memory_table(dry: "DryRun") -> str:
-    """The buffers that take 1 % or more of the peak, and the sum of smaller ones."""
+    """The buffers that take 1 % or more of the peak, the sum of smaller ones, and what `memory_limit` counts."""
     large = [buffer for buffer in dry.buffers if buffer.bytes * 100 >= dry.peak_bytes]
     rows = [[_bytes(buffer.bytes), buffer.text] for buffer in large]
     if small := dry.peak_bytes - sum(buffer.bytes for buffer in large):
         rows.append([_bytes(small), "smaller buffers"])
-    return text_table([_bytes(dry.peak_bytes), "peak memory, without the inputs"], rows, "rl")
+    table = text_table([_bytes(dry.peak_bytes), "peak memory, without inputs, with results and gradients"], rows, "rl")
+    if dry.limited_bytes is None:
+        return table
+    limited = f"memory_limit counts {megabytes(dry.limited_bytes):,.1f} MB: memory besides inputs and gradients."
+    return f"{table}\n{fill(limited, indent='  ')}"
 
 
 def _roofs(roofs: Roofs | None, gpu: Gpu) -> str:

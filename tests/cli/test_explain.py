@@ -363,6 +363,8 @@ def test_memory_limits():
         asked = f" --chunk-size {chunk[0]}" if chunk else ""
         assert result.peak_bytes == dry(f"{words} --schedule {schedule}{asked}").peak_bytes
         assert float(limit) * 1e6 - 10 * (1 << 20) <= result.peak_bytes - gradients <= float(limit) * 1e6
+        assert float(limit) * 1e6 - 1e5 < result.limited_bytes <= float(limit) * 1e6
+    assert f"\nmemory_limit counts {limits[0]:,.1f} MB: memory besides inputs and gradients.\n" in printed
     assert "expected time" not in output(f"{words} --no-grad").lower()
     assert size("8.2MB") == 8_200_000  # 8.2 * 1e6 is less
 
