@@ -21,6 +21,7 @@ from quackish.cli.call_arguments import flag_of
 from quackish.cli.parser import CommandError, Parser, check_bench_extra, output_folder, positive
 from quackish.ops.shared.argument_types import one_of
 from quackish.ops.shared.for_tools import DTYPES, operations
+from quackish.ops.shared.models import Shapes
 
 if TYPE_CHECKING:
     from quackish.bench.table import Bench
@@ -109,8 +110,8 @@ def _measure(args: argparse.Namespace) -> int:
     shapes = bench.shapes(names, tokens, own)
     patterns = list(itertools.chain(*args.providers))
     if not gpu:
-        shapes = {tuple(map(min, shape, bench.op.small)): "" for shape in shapes}
-        print(fill(f"{NO_GPU} Shapes are at most {shape_name(bench.op.small)}."), flush=True)
+        shapes = _small(shapes, bench.op.small)
+        print(fill(f"{NO_GPU} Shapes are {', '.join(map(shape_name, shapes))}."), flush=True)
     options = {name: given for name in bench.options if (given := getattr(args, name)) is not None}
     bench.op.arguments(bench.op.small, torch.bfloat16, torch.device("meta"), options)  # ValueError for conflicts
     jobs = []
@@ -125,6 +126,18 @@ def _measure(args: argparse.Namespace) -> int:
         raise ValueError(f"{path} exists; pass --append to add to it, --overwrite to replace it, or another --out")
     measured = runner.run(jobs, path, append=args.append, commit=args.commit, timeout=args.timeout, rounds=rounds)
     return 0 if measured else 1
+
+
+def _small(shapes: Shapes, most: tuple[int, ...]) -> Shapes:
+    """Another small shape for each, with more rows where two would be equal; the names say what it stands for."""
+    found: Shapes = {}
+    for shape, names in shapes.items():
+        small = tuple(map(min, shape, most))
+        while small in found:
+            small = small[0] + most[0], *small[1:]
+        stands_for = [f"in place of {'x'.join(map(str, shape))}"] * (small != shape)
+        found[small] = ", ".join(filter(None, [names, *stands_for]))
+    return found
 
 
 def _list_of(parse):
