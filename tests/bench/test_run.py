@@ -74,6 +74,11 @@ def test_a_run_writes_rows_page_and_figures_and_appends(tmp_path, capsys):
     assert {row["shape"] for row in more[len(rows) :]} == {"9x32"}
 
 
+def test_the_names_of_providers(capsys):
+    assert main("bench rms_norm --providers list".split()) == 0
+    assert capsys.readouterr().out == "providers of rms_norm: quackish, quack, liger-cute, liger-triton, torch\n"
+
+
 @pytest.mark.skipif(gpu, reason="is about a machine without a GPU")
 def test_without_a_gpu_shapes_are_small(tmp_path, capsys):
     rows = bench(tmp_path, "linear_cross_entropy", "--model", "llama3-8b", "qwen3-8b")

@@ -131,6 +131,5 @@ BENCHES = (
         load=providers.load,
         measure=measure,
         on_cpu=("torch-math",),
-        options=("attn_bias", "bias_dtype", "attn_mask", "key_mask", "causal"),
     ),
 )

@@ -110,6 +110,7 @@ ATTENTION = Operation(
         "return_lse": flag("return_lse", "also return lse, and backpropagate through it"),
         "no_grad": no_grad(),
     },
+    bench_options=("attn_bias", "bias_dtype", "attn_mask", "key_mask", "causal"),
     bounds={"lse": 1e-4},
     self_tests={
         "shared bias and mask": SelfTest((2, 3, 300, 128), dict(attn_bias="1,H", attn_mask="half", return_lse=True)),
