@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 
@@ -59,11 +60,18 @@ class Roofs:
     source: str  # "measured" or "published"
     note: str = ""
     fastest: "Roofs | None" = None  # the fast end of an interval, whose slow end this is
+    exponentials: float = math.inf  # per second; infinite where no kernel has them in its work
 
+
+# 16 per cycle and SM (CUDA C++ Programming Guide), 132 SMs, 1.755 GHz: not measured.
+_HOPPER_EXPONENTIALS = 16 * 132 * 1.755e9
 
 # SXM. copy: 2 GB. add: `torch.add(a, b, out=c)` at 65536 x 4096 in bf16, 529.6 us. gemm: the three of linear cross
 # entropy at 8192, 4096, 128256 by cuBLAS in bursts, 36.5 ms; one of 8192^3 reaches 798. Data sheet: 3.35 TB/s, 989.
-_H100_ROOFS = Roofs(3.0e12, 3.04e12, 707e12, "measured", "707 TFLOP/s is at the power limit; short GEMMs reach 798.")
+_H100_ROOFS = Roofs(
+    3.0e12, 3.04e12, 707e12, "measured", "707 TFLOP/s is at the power limit; short GEMMs reach 798.",
+    exponentials=_HOPPER_EXPONENTIALS,
+)  # fmt: skip
 _ROOFS = {
     "H100": _H100_ROOFS,
     "H100 80GB HBM3": _H100_ROOFS,  # the device name of the SXM card
@@ -71,7 +79,12 @@ _ROOFS = {
     # the three of linear cross entropy at 8192, 4096, 128256 by cuBLAS, 37 ms, linear_cross_entropy.csv in that folder;
     # single GEMMs of 0.6 to 1.4 ms reach 746 to 843 there. Data sheet: 4.8 TB/s, 989 TFLOP/s.
     "H200": Roofs(
-        4.25e12, 4.39e12, 700e12, "measured", "700 TFLOP/s is at the power limit; GEMMs of a millisecond reach 840."
+        4.25e12,
+        4.39e12,
+        700e12,
+        "measured",
+        "700 TFLOP/s is at the power limit; GEMMs of a millisecond reach 840.",
+        exponentials=_HOPPER_EXPONENTIALS,
     ),
     # copy and add: 6.55 to 6.86 TB/s, which kernels of others achieved (pull requests NVIDIA/cccl#7391 and
     # NVIDIA/TransformerEngine#3315), of 7.67 (pytorch/ao#4002). gemm: an SM executes 8192 FLOPs per cycle, at a clock

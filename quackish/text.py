@@ -1,5 +1,6 @@
 """Wrapped text and tables, as commands, reports and scripts print them."""
 
+import math
 import re
 import shutil
 import textwrap
@@ -39,6 +40,11 @@ def fill_page(page: str, columns: int) -> str:
 def significant(value: float, digits: int = 4) -> str:
     """The number rounded to significant digits, without an exponent if it is large: 15960 instead of 1.596e+04."""
     return f"{float(f'{value:.{digits}g}'):.12g}"
+
+
+def megabytes(num_bytes: int) -> float:
+    """In MB with one decimal, rounded up: as a `memory_limit` it is enough."""
+    return math.ceil(num_bytes / 1e5) / 10
 
 
 # Tables --------------------------------------------------------------------------------------------------------------

@@ -29,15 +29,9 @@ class Bench:
     more_outputs: tuple[str, ...] = ()  # providers that compute other outputs too
     on_cpu: tuple[str, ...] = ("torch",)  # the peers that run without a GPU by default
     variants: str = "(?!)"  # a regular expression that matches further names of providers
-    options: tuple[str, ...] = ()  # the operation's options that `bench` takes, as data of a cell
     # {name: title in reports} of what is measured beside providers and roofs
     baselines: dict[str, str] = dataclasses.field(default_factory=dict)
     section_per_cell: bool = False  # reports have a section per cell, with time against memory; else one table
-
-    @property
-    def models(self) -> list[str]:
-        """The models with a shape for this operation."""
-        return [name for name, model in MODELS.items() if self.op.model_shapes(model, 1)]
 
     def shapes(self, patterns: Sequence[str], tokens: Sequence[int], own: Sequence[str]) -> Shapes:
         """The shapes of the models that match `patterns`, then the user's own, with the names of their models.
@@ -55,7 +49,7 @@ class Bench:
             except ValueError as error:
                 raise ValueError(f"--shapes is {error}") from None
         if not names:
-            known = ", ".join(self.models)
+            known = ", ".join(self.op.models)
             raise ValueError(f"--model {' '.join(patterns)}: no shape of {self.op.name}; expected one of {known}")
         return {shape: ", ".join(dict.fromkeys(shape_names)) for shape, shape_names in names.items()}
 

@@ -8,6 +8,7 @@ from quackish.bench import plots
 from quackish.bench.cells import Cell, is_ours
 from quackish.bench.results import Results, Row, cell_of, read_rows, scale_of
 from quackish.bench.table import ERRORS
+from quackish.cli.console import NO_GPU
 from quackish.text import fill, significant
 
 Verdict = tuple[str, str]  # (PASS or FAIL, the numbers)
@@ -52,6 +53,7 @@ def markdown(results: Results, page: Page) -> str:
     tried = {name for case in results.cells.values() for name in case}
     parts = [
         f"# {results.op.title} on {results.rows[-1]['gpu']}\n",
+        *[f"**{NO_GPU}**\n"] * any(row["gpu"] == "cpu" for row in results.rows),
         *(f"{source}.\n" for source in dict.fromkeys(map(_source_of, results.rows))),
         f"{page.preface}\n",
         *(f"- {word}: {text}" for word, text in page.verdicts(results)),

@@ -15,61 +15,51 @@ until then the rows are in *.partial*.csv beside it.
 
 import argparse
 import itertools
-from typing import TYPE_CHECKING, Any
 
 from quackish.cli.call_arguments import flag_of
 from quackish.cli.parser import CommandError, Parser, check_bench_extra, output_folder, positive
 from quackish.ops.shared.argument_types import one_of
-from quackish.ops.shared.for_tools import DTYPES, operations
-
-if TYPE_CHECKING:
-    from quackish.bench.table import Bench
+from quackish.ops.shared.for_tools import DTYPES, Operation, operations
+from quackish.ops.shared.models import Shapes
 
 _DTYPES = {short: name for short, name in DTYPES.items() if short != "fp64"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    what = parser.add_subparsers(dest="what", metavar="WHAT", required=True, parser_class=_MeasuringParser)
+    what = parser.add_subparsers(dest="what", metavar="WHAT", required=True, parser_class=Parser)
     for name, op in operations().items():
-        what.add_parser(name, help=op.title, description=f"Times {name} and its peers.").set_defaults(what=name)
-
-
-class _MeasuringParser(Parser):
-    """Has its arguments once it is used: the lists of providers need torch."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        from quackish.bench.table import BENCHES
-
-        _add_measuring_arguments(self, BENCHES[self.get_default("what")])
-        return super().parse_known_args(args, namespace)
+        _add_measuring_arguments(what.add_parser(name, help=op.title, description=f"Times {name} and its peers."), op)
 
 
 def begin(args: argparse.Namespace) -> None:
     check_bench_extra()
+    import torch  # noqa: F401
 
 
-def _add_measuring_arguments(parser: argparse.ArgumentParser, bench: "Bench") -> None:
+def _add_measuring_arguments(parser: argparse.ArgumentParser, op: Operation) -> None:
+    """Without the names of providers, because torch takes seconds to import."""
+
     def add(option: str, help: str, **arguments) -> None:
         parser.add_argument(option, help=help, **arguments)
 
-    model_help = f'models or patterns ("qwen3-*"), of {", ".join(bench.models)}; default: the first, without --shapes'
+    model_help = f'models or patterns ("qwen3-*"), of {", ".join(op.models)}; default: the first, without --shapes'
     tokens_help = "tokens for the models; default 4096,8192,16384, with --quick 8192"
-    shapes_help = f"{bench.op.form} such as {bench.op.example}"
-    if not bench.models:
+    shapes_help = f"{op.form} such as {op.example}"
+    if not op.models:
         model_help = tokens_help = argparse.SUPPRESS
         shapes_help += ", the default"
     add("--model", model_help, nargs="+", default=[], metavar="NAME")
     add("--tokens", tokens_help, type=_list_of(positive), metavar="M[,...]")
     add("--shapes", shapes_help, type=_list_of(str), nargs="+", default=[], metavar="SHAPE[,...]")
-    for name in bench.options:
-        add(flag_of(name), **bench.op.options[name].arguments)
-    alone = bench.directions["backward"] == "backward"
-    of_backward = "backward alone" if alone else "forward + backward, and forward is without grad"
-    direction_help = f"default both; backward means {of_backward}"
+    for name in op.bench_options:
+        add(flag_of(name), **op.options[name].arguments)
+    direction_help = (
+        "default both; backward alone of rms_norm and rotary, else forward + backward, and forward without grad"
+    )
     add("--direction", direction_help, choices=("forward", "backward", "both"), default="both")
     dtypes = _list_of(one_of(_DTYPES))
     add("--dtype", ", ".join(_DTYPES), type=dtypes, default=["bfloat16"], metavar="DTYPE[,...]")
-    providers_help = f'names or patterns ("quackish*"), of {", ".join(bench.providers)}; module:attribute adds your own'
+    providers_help = 'names or patterns ("quackish*"); "list" prints the names; module:attribute adds your own'
     add("--providers", providers_help, type=_list_of(str), nargs="+", default=[], metavar="NAME[,...]")
     add("--quick", "fewer samples, and one size by default", action="store_true")
     add("--out", "output folder; default %(default)s", type=output_folder, default="out/bench")
@@ -100,18 +90,23 @@ def _measure(args: argparse.Namespace) -> int:
     from quackish.cli.console import NO_GPU
     from quackish.text import fill
 
+    if args.what not in BENCHES:
+        raise ValueError(f"{args.what} has no measure.py; expected one of {', '.join(BENCHES)}")
     bench, gpu = BENCHES[args.what], torch.cuda.is_available()
     if args.tokens and args.shapes and not args.model:
         raise ValueError("--tokens needs --model; --shapes has its own rows")
-    names = args.model or ([] if args.shapes else bench.models[:1])
-    own = list(itertools.chain(*args.shapes)) or ([] if bench.models else [bench.op.example])
+    patterns = list(itertools.chain(*args.providers))
+    if patterns == ["list"]:
+        print(fill(f"providers of {args.what}: {', '.join(bench.providers)}", indent="  "))
+        return 0
+    names = args.model or ([] if args.shapes else bench.op.models[:1])
+    own = list(itertools.chain(*args.shapes)) or ([] if bench.op.models else [bench.op.example])
     tokens = args.tokens or ([8192] if args.quick else [4096, 8192, 16384])
     shapes = bench.shapes(names, tokens, own)
-    patterns = list(itertools.chain(*args.providers))
     if not gpu:
-        shapes = {tuple(map(min, shape, bench.op.small)): "" for shape in shapes}
-        print(fill(f"{NO_GPU} Shapes are at most {shape_name(bench.op.small)}."), flush=True)
-    options = {name: given for name in bench.options if (given := getattr(args, name)) is not None}
+        shapes = _small(shapes, bench.op.small)
+        print(fill(f"{NO_GPU} Shapes are {', '.join(map(shape_name, shapes))}."), flush=True)
+    options = {name: given for name in bench.op.bench_options if (given := getattr(args, name)) is not None}
     bench.op.arguments(bench.op.small, torch.bfloat16, torch.device("meta"), options)  # ValueError for conflicts
     jobs = []
     directions = ("forward", "backward") if args.direction == "both" else (args.direction,)
@@ -125,6 +120,18 @@ def _measure(args: argparse.Namespace) -> int:
         raise ValueError(f"{path} exists; pass --append to add to it, --overwrite to replace it, or another --out")
     measured = runner.run(jobs, path, append=args.append, commit=args.commit, timeout=args.timeout, rounds=rounds)
     return 0 if measured else 1
+
+
+def _small(shapes: Shapes, most: tuple[int, ...]) -> Shapes:
+    """Another small shape for each, with more rows where two would be equal; the names say what it stands for."""
+    found: Shapes = {}
+    for shape, names in shapes.items():
+        small = tuple(map(min, shape, most))
+        while small in found:
+            small = small[0] + most[0], *small[1:]
+        stands_for = [f"in place of {'x'.join(map(str, shape))}"] * (small != shape)
+        found[small] = ", ".join(filter(None, [names, *stands_for]))
+    return found
 
 
 def _list_of(parse):

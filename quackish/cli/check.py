@@ -19,7 +19,7 @@ class Case(NamedTuple):
 
     make: Callable[[torch.device], Args]  # the arguments
     call: Callable[[Args, Backend], dict[str, Tensor]]  # (arguments, backend) -> results and gradients
-    spec: KernelSpec  # a GPU without this kernel runs the portable path
+    spec: KernelSpec | None  # as in Operation
     bound_of: Callable[[str], float]  # the norm-wise error that a result or gradient may have
     timed: bool = False  # large: its GEMMs are timed beside cuBLAS's, and truth is computed on the GPU
     only_timed: bool = False  # too large for truth

@@ -27,7 +27,8 @@ TIME_LIMIT = 120.0
 
 def checks(gpu: Gpu) -> list[Check]:
     """Every call that has kernels on this GPU."""
-    return [Check(name, load) for name, case in (SELF_TESTS | TIMED).items() if gpu.family in case.spec.on]
+    cases = SELF_TESTS | TIMED
+    return [Check(name, load) for name, case in cases.items() if case.spec is not None and gpu.family in case.spec.on]
 
 
 def run_all(todo: Sequence[Check], device: str, **options: Any) -> list[Record]:

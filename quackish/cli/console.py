@@ -4,7 +4,7 @@ import sys
 import time
 from collections.abc import Callable
 
-NO_GPU = "No GPU: small shapes run on the CPU. This tests the benchmark itself; the numbers mean nothing."
+NO_GPU = "No GPU: small shapes run on the CPU. This tests the benchmark; the numbers say nothing about a GPU."
 PROGRESS_S = 20.0  # between lines of progress
 
 

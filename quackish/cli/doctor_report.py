@@ -309,7 +309,7 @@ def operations(
         if fault:
             report.problem(f"{name} on {device} ({path}) {fault}", _please_report("--json"))
         # A missing compiler is reported by `compiler`.
-        if why_portable and expects(device, case.spec) and toolchain.versions() is not None:
+        if why_portable and case.spec is not None and expects(device, case.spec) and toolchain.versions() is not None:
             report.problem(f"{name} runs the portable path on {device}, expected kernels", why_portable)
     return rows
 

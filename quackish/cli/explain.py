@@ -17,7 +17,7 @@ For linear cross entropy a table shows what each memory_limit selects.
 import argparse
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from quackish.cli import call_arguments
@@ -27,15 +27,20 @@ from quackish.device import launch
 from quackish.device.choose import Choice
 from quackish.device.launch import Resources
 from quackish.device.spec import EMULATED_ONLY
-from quackish.device.work import describe, estimate
+from quackish.device.work import Work, describe, estimate
 from quackish.gpu import NAMED, Gpu, Roofs, roofs_of, speeds
 from quackish.ops.shared.argument_types import one_of
-from quackish.text import fill, table_of, text_table
+from quackish.text import fill, megabytes, table_of, text_table
 
 if TYPE_CHECKING:
     from quackish.ops.shared.dry_run import DryRun, Step
 
 _SYSTEM_SMEM_BYTES = 1024  # per CTA
+
+_ON_EXPONENTIALS = (
+    "A launch that computes scores takes at least the longest of memory, tensor cores and exponentials (16 per cycle "
+    "and SM), and at most their sum, with other arithmetic of twice the exponentials' time."
+)
 
 _Chosen = tuple[Any, Choice]  # a problem, and the config of its kernel
 
@@ -80,6 +85,8 @@ def text(args: argparse.Namespace) -> str:
         notes.append("No Blackwell GPU has run these kernels: they are compiled and emulated. See docs/blackwell.md.")
     distinct = list(dict.fromkeys((s.problem, s.choice) for s in dry.steps if s.choice is not None))
     usage = [] if args.no_compile else _resource_usage(distinct, gpu, notes)
+    if roofs is not None and any(step.work.exponentials for step in dry.steps):
+        notes.append(_ON_EXPONENTIALS)
     notes += dict.fromkeys(f"{s.kernel}: {s.work.note}." for s in dry.steps if s.work.note)
     parts = [_launch_table(dry.steps, distinct, roofs), _kernel_list(distinct, gpu)]
     if usage:
@@ -113,7 +120,7 @@ def _resource_usage(distinct: list[_Chosen], gpu: Gpu, notes: list[str]) -> list
 
 def _launch_table(steps: list["Step"], distinct: list[_Chosen], roofs: Roofs | None) -> str:
     """Numbers and sizes of each launch. Equal launches share a row, in the order of their first launch."""
-    speeds_by_column = _speeds_by_column(roofs)
+    time_columns = _time_columns(steps, roofs)
     equal: dict[tuple, list[Step]] = {}
     for step in steps:
         equal.setdefault((step.phase, step.kernel, step.problem, step.choice, *step.sizes.items()), []).append(step)
@@ -127,23 +134,27 @@ def _launch_table(steps: list["Step"], distinct: list[_Chosen], roofs: Roofs | N
             number = f"[{distinct.index((step.problem, step.choice)) + 1}] " if is_ours else ""
             row: dict[str, Any] = {"launch": number + step.kernel}
             row |= {"read": step.work.bytes_read, "written": step.work.bytes_written, "FLOPs": step.work.flops}
-            for column, at in speeds_by_column.items():
-                row |= {column: estimate(step.work, at).us, "bound": estimate(step.work, at).bound}
+            if roofs is not None:
+                row |= {column: us(step.work) for column, us in time_columns.items()}
+                row["bound"] = estimate(step.work, roofs).bound
             sizes = describe(None, step.sizes) if is_ours else step.problem
             rows += [row, fill(f"{calls} calls, each {sizes}" if calls > 1 else sizes, "    ")]
-            for column in {"read", "written", "FLOPs", *speeds_by_column} & row.keys():
+            for column in {"read", "written", "FLOPs", *time_columns} & row.keys():
                 total[column] = total.get(column, 0) + calls * row[column]
     formats: dict[str, Any] = {"launch": "", "read": _bytes, "written": _bytes, "FLOPs": _unit}
-    if speeds_by_column:
-        formats |= dict.fromkeys(speeds_by_column, ".1f") | {"bound": ""}
+    if time_columns:
+        formats |= dict.fromkeys(time_columns, ".1f") | {"bound": ""}
     return table_of(rows + [total] * (len(steps) > 1), formats)
 
 
-def _speeds_by_column(roofs: Roofs | None) -> dict[str, Roofs]:
-    """The columns of estimated times, and the speeds of each."""
+def _time_columns(steps: list["Step"], roofs: Roofs | None) -> dict[str, Callable[[Work], float]]:
+    """The columns of estimated times: an interval on GPUs where nothing was measured, and for exponentials."""
     if roofs is None:
         return {}
-    return {"est. us": roofs} if roofs.fastest is None else {"from us": roofs.fastest, "to us": roofs}
+    fastest = roofs.fastest or roofs
+    if roofs.fastest is None and not any(step.work.exponentials for step in steps):
+        return {"est. us": lambda work: estimate(work, roofs).us}
+    return {"from us": lambda work: estimate(work, fastest).us, "to us": lambda work: estimate(work, roofs).most_us}
 
 
 def _kernel_list(distinct: list[_Chosen], gpu: Gpu) -> str:
@@ -193,12 +204,16 @@ def _ctas_per_sm(used: Resources, config: Any, gpu: Gpu) -> tuple[int, str]:
 
 
 def _memory_table(dry: "DryRun") -> str:
-    """The buffers that take 1 % or more of the peak, and the sum of smaller ones."""
+    """The buffers that take 1 % or more of the peak, the sum of smaller ones, and what `memory_limit` counts."""
     large = [buffer for buffer in dry.buffers if buffer.bytes * 100 >= dry.peak_bytes]
     rows = [[_bytes(buffer.bytes), buffer.text] for buffer in large]
     if small := dry.peak_bytes - sum(buffer.bytes for buffer in large):
         rows.append([_bytes(small), "smaller buffers"])
-    return text_table([_bytes(dry.peak_bytes), "peak memory, without the inputs"], rows, "rl")
+    table = text_table([_bytes(dry.peak_bytes), "peak memory, without inputs, with results and gradients"], rows, "rl")
+    if dry.limited_bytes is None:
+        return table
+    limited = f"memory_limit counts {megabytes(dry.limited_bytes):,.1f} MB: memory besides inputs and gradients."
+    return f"{table}\n{fill(limited, indent='  ')}"
 
 
 def _roofs(roofs: Roofs | None, gpu: Gpu) -> str:

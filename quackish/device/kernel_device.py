@@ -135,8 +135,10 @@ def _is_substitute(found: KernelDevice | str | None) -> bool:
     return isinstance(found, KernelDevice) and found.index is None
 
 
-def why_unsupported(op: str, spec: KernelSpec, device: torch.device) -> str:
+def why_unsupported(op: str, spec: KernelSpec | None, device: torch.device) -> str:
     """Why tensors on `device` have no kernel of `spec`, for users of operation `op`; "" if they have it."""
+    if spec is None:
+        return f'{op}: no kernel for any GPU. backend="auto" runs the portable path.'
     found = device_of(device)
     if isinstance(found, str):
         return f'{op}: {found} backend="auto" runs the portable path.'

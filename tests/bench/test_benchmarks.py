@@ -12,7 +12,17 @@ import torch
 import torch.nn.functional as F
 
 import quackish
-from benchmarks import attention, decoder, grouped_mlp, host_overhead, linear_cross_entropy, parallel, rms_norm, traces
+from benchmarks import (
+    attention,
+    decoder,
+    grouped_mlp,
+    host_overhead,
+    linear_cross_entropy,
+    parallel,
+    portable,
+    rms_norm,
+    traces,
+)
 from benchmarks import linear_divergence as distillation
 from benchmarks import targets_linear_cross_entropy as targets
 from quackish.bench import processes, report, runner
@@ -21,6 +31,7 @@ from quackish.bench.environment import environment
 from quackish.bench.measure import Record, Run, time_columns
 from quackish.bench.results import COLUMNS, Results, read_rows, row_of
 from quackish.bench.table import BENCHES
+from quackish.device import kernel_device
 from quackish.ops.linear_cross_entropy import providers as providers_linear_cross_entropy
 from quackish.ops.linear_cross_entropy.measure import NONE_IGNORED
 from quackish.ops.mlp.measure import group_sizes
@@ -151,6 +162,24 @@ def test_host_overhead_runs(tmp_path):
     assert "forward + backward / torch's" in page
     assert "\nCommit `abc`, driver " in page
     assert f", torch {torch.__version__}, " in page
+
+
+def test_operations_without_kernels(tmp_path, monkeypatch):
+    """The program's table, of one call with a peer that is installed and of attention."""
+    calls = [call for call in portable.CALLS if call[0] in ("rms_norm", portable.ATTENTION)][:2]
+    monkeypatch.setattr(portable, "CALLS", calls)
+    path = portable.main(["--tiny", "--out", str(tmp_path)])
+    rows = read_rows(path)
+    assert [row["provider"] for row in rows] == [
+        "quackish",
+        "torch",
+        "quackish",
+        portable.EAGER[portable.ATTENTION] if torch.cuda.is_available() else "torch-math",
+    ]
+    assert all(row["status"] == "ok" and float(row["median_ms"]) > 0 for row in rows)
+    page = path.with_suffix(".md").read_text()
+    assert f"\n| {calls[1][0]} {rows[2]['shape']} attn_bias=1,H | " in page
+    assert kernel_device._uses_kernels
 
 
 RECORDED = sorted((ROOT / "benchmarks" / "results").rglob("*_*.csv"))

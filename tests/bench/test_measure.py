@@ -75,7 +75,8 @@ def test_a_cell_of_attention_has_times_and_errors_of_all_gradients():
         return 1.5 * attentions.ours()(query, key, value, attn_bias, attn_mask, is_causal)
 
     providers = {"quackish": "quackish", "torch-math": "torch-math", "off": off}
-    for options in ({"attn_bias": "B,1"}, {"attn_bias": "1,1", "bias_dtype": "float32"}, {"attn_mask": "half"}):
+    of_keys = {"attn_bias": "B,1", "key_mask": True}
+    for options in (of_keys, {"attn_bias": "1,1", "bias_dtype": "float32"}, {"attn_mask": "half"}):
         cell = dict(op="scaled_dot_product_attention", shape=(2, 2, 40, 16), data=data_of(options | {"causal": True}))
         records = measure(direction="forward+backward", providers=providers, **cell)
         assert records.keys() == {*providers, AGAIN}
@@ -85,7 +86,7 @@ def test_a_cell_of_attention_has_times_and_errors_of_all_gradients():
             assert max(found) < 0.01
         assert "wrong: err_y 0.5" in records["off"]["note"]
         forward = {"quackish": "quackish", "flex": "flex"}
-        forward |= {"flex-block-mask": "flex-block-mask"} if "attn_mask" in options else {}
+        forward |= {"flex-block-mask": "flex-block-mask"} if "mask" in str(options) else {}
         records = measure(direction="forward", providers=forward, **cell)
         assert all(records[name]["err_y"] < 0.01 for name in forward)
 
@@ -107,6 +108,8 @@ def test_the_computed_minimum_of_attention():
     assert measure_attention.share_of_tiles(mask, False, q, q) == pytest.approx(2 / 18)
     assert measure_attention.share_of_tiles(mask, True, q, q) == pytest.approx(1 / 18)
     assert measure_attention.share_of_tiles(None, True, q, q) == pytest.approx(6 / 9)
+    of_keys = mask[:, :, :1]  # one of two entries has a key, in the second of three tiles
+    assert measure_attention.share_of_tiles(of_keys, True, q, q) == pytest.approx(2 / 18)
 
 
 # Timing --------------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ pytest.importorskip("matplotlib")
 from quackish.__main__ import main
 from quackish.bench.cells import AGAIN, OURS
 from quackish.bench.results import COLUMNS, ERRORS, read_rows
+from quackish.cli.console import NO_GPU
 from tests import forked
 
 ROOT = Path(__file__).parents[2]
@@ -73,11 +74,23 @@ def test_a_run_writes_rows_page_and_figures_and_appends(tmp_path, capsys):
     assert {row["shape"] for row in more[len(rows) :]} == {"9x32"}
 
 
+def test_the_names_of_providers(capsys):
+    assert main("bench rms_norm --providers list".split()) == 0
+    assert capsys.readouterr().out == "providers of rms_norm: quackish, quack, liger-cute, liger-triton, torch\n"
+
+
 @pytest.mark.skipif(gpu, reason="is about a machine without a GPU")
 def test_without_a_gpu_shapes_are_small(tmp_path, capsys):
     rows = bench(tmp_path, "linear_cross_entropy", "--model", "llama3-8b", "qwen3-8b")
-    assert {row["shape"] for row in rows} == {"48x64x512"}
-    assert "Shapes are at most 48x64x512." in capsys.readouterr().out
+    stands_for = {row["shape"]: row["models"] for row in rows}
+    assert stands_for == {
+        "48x64x512": "llama3-8b, in place of 8192x4096x128256",
+        "96x64x512": "qwen3-8b, in place of 8192x4096x151936",
+    }
+    assert "Shapes are 48x64x512, 96x64x512." in capsys.readouterr().out
+    page = (tmp_path / "linear_cross_entropy.md").read_text().splitlines()
+    assert page[2] == f"**{NO_GPU}**"
+    assert sum(line.startswith("## Forward, ") for line in page) == 2
     names = {d: {row["provider"] for row in rows if row["direction"] == d} for d in ("forward", "forward+backward")}
     assert names["forward"] == {"quackish", "quackish-stats", "torch", AGAIN, "gemm-logits"}
     assert {"quackish", "torch", AGAIN, "three-gemms"} < names["forward+backward"]

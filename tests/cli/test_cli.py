@@ -100,7 +100,7 @@ def test_the_console_script_is_installed():
     assert entry == ("quackish", "quackish.__main__:console_script")
 
 
-HELP = [f"{name} --help" for name in COMMANDS]
+HELP = [f"{name} --help" for name in (*COMMANDS, "bench linear_cross_entropy")]
 MISTAKES = ["expain rms_norm", "explain rms_nrom 4x4", "tune rms_norm_forward 4x4x4", "bench rms_nrom"]
 NO_GPU = ["tune rms_norm_forward 4x4", "precompile rms_norm 4x4", "explain rms_norm 4x4 --gpu this", "doctor --check"]
 REFUSED = [] if torch.cuda.is_available() else NO_GPU

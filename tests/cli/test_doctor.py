@@ -266,6 +266,9 @@ def test_an_unexpected_portable_path_is_a_problem():
     assert run_section(doctor.operations, *unchanged, expects=lambda device, kernel: False) == ([], [])
     message = only_problem(doctor.operations, *unchanged, expects=lambda device, kernel: device.type == "cpu")
     assert message == "rms_norm runs the portable path on cpu, expected kernels. rms_norm: no reason."
+    ((name, case),), on = unchanged[0].items(), unchanged[1]
+    no_kernels = {name: case._replace(spec=None)}  # an operation without any
+    assert run_section(doctor.operations, no_kernels, on, expects=lambda device, kernel: True) == ([], [])
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,13 @@ def test_every_kernel_runs(gpu):
     assert {name for name, _ in launched_by(gpu)} == expected
 
 
+def test_an_operation_without_kernels_is_not_checked(monkeypatch):
+    name, case = "rms_norm", check.SELF_TESTS["rms_norm"]
+    assert name in [one.name for one in checks(H200)]
+    monkeypatch.setitem(check.SELF_TESTS, name, case._replace(spec=None))
+    assert name not in [one.name for one in checks(H200)]
+
+
 def test_every_variant_of_grouped_mlp_runs():
     launched = [problem for name, problem in launched_by(H200, "grouped_mlp") if name == "grouped_gemm"]
     of = collections.defaultdict(set)

@@ -3,12 +3,15 @@
 import dataclasses
 import itertools
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 
 import quackish
 from quackish.__main__ import main
+from quackish.bench.cells import OURS, options_of
+from quackish.bench.results import read_rows
 from quackish.cli import call_arguments
 from quackish.cli import explain as command
 from quackish.cli.parser import Parser
@@ -16,8 +19,8 @@ from quackish.device.choose import choose
 from quackish.device.kernel_device import KernelDevice, substitute
 from quackish.device.kernel_for import CompiledKernel
 from quackish.device.launch import Resources
-from quackish.device.work import describe
-from quackish.gpu import B200, GH200, H100, H100_NVL, H100_PCIE, H200
+from quackish.device.work import describe, estimate
+from quackish.gpu import B200, GH200, H100, H100_NVL, H100_PCIE, H200, roofs_of
 from quackish.ops.linear_cross_entropy import dry_run as lce_dry_run
 from quackish.ops.linear_cross_entropy import layout as lce_config
 from quackish.ops.linear_cross_entropy.dry_run import representatives
@@ -34,6 +37,7 @@ from tests.variants import one_per
 pytestmark = pytest.mark.usefixtures("wide")
 BF16, CPU = "bfloat16", torch.device("cpu")
 HEADLINE = "linear_cross_entropy 8192x4096x128256"
+NO_KERNEL = "attn_bias=none"  # runs PyTorch's own attention
 
 
 def parse(words):
@@ -114,6 +118,37 @@ def test_options_of_rms_norm(options, forward, backward):
         assert words in describe(step.problem, {}), step.phase
 
 
+# Attention -----------------------------------------------------------------------------------------------------------
+
+
+def measured_attention():
+    """(words of a call, us): those of benchmarks/results/H100 that skip no tiles, then triangle attention."""
+    path = Path(__file__).parents[2] / "benchmarks/results/H100/scaled_dot_product_attention.csv"
+    for row in read_rows(path):
+        options = options_of(row["data"])
+        if row["provider"] != OURS or "causal" in options or "blocks" in options.values() or row["data"] == NO_KERNEL:
+            continue
+        words = [f"--{key.replace('_', '-')} {value}" for key, value in options.items()]
+        words += ["--no-grad"] * (row["direction"] == "forward")
+        yield " ".join([row["shape"], *words]), 1e3 * float(row["median_ms"])
+    for shape, us in (("256x4x256x32", 335), ("384x4x384x32", 920), ("768x4x768x32", 6220)):
+        yield f"{shape} --attn-bias 1,H --key-mask", us
+
+
+def test_measured_times_of_attention_are_in_the_interval():
+    shares = []
+    for words, us in measured_attention():
+        works = [
+            step.work for step in dry(f"scaled_dot_product_attention {words.replace('float32', 'fp32')}", H100).steps
+        ]
+        estimates = [estimate(work, roofs_of(H100)) for work in works]
+        least, most = sum(one.us for one in estimates), sum(one.most_us for one in estimates)
+        assert least <= us <= most, words
+        shares.append(us / most)
+    assert len(shares) > 40
+    assert max(shares) > 0.85  # the end of the interval is near
+
+
 # Blackwell's own GEMMs ------------------------------------------------------------------------------------------------
 
 
@@ -153,6 +188,19 @@ def test_reasons_for_the_portable_path(words, reason):
     assert why.startswith("Why: ")
     assert reason in why
     assert why.endswith('backend="auto" runs the portable path.')
+
+
+@pytest.mark.parametrize("gpu", ["h200", "cpu"])
+def test_an_operation_without_kernels(gpu, monkeypatch):
+    from quackish.cli import precompile
+
+    op = dataclasses.replace(RMS_NORM, name="no_kernels", spec=None)
+    monkeypatch.setitem(call_arguments.CALLS, op.name, (op, ("forward", "backward")))
+    assert output(f"no_kernels 4x8 --gpu {gpu}").endswith(
+        '\nWhy: no_kernels: no kernel for any GPU. backend="auto" runs the portable path.'
+    )
+    if gpu != "cpu":
+        assert precompile.requests_of(op.name, "4x8", gpu) == []
 
 
 def test_one_direction_may_take_the_portable_path():
@@ -350,6 +398,8 @@ def test_memory_limits():
         asked = f" --chunk-size {chunk[0]}" if chunk else ""
         assert result.peak_bytes == dry(f"{words} --schedule {schedule}{asked}").peak_bytes
         assert float(limit) * 1e6 - 10 * (1 << 20) <= result.peak_bytes - gradients <= float(limit) * 1e6
+        assert float(limit) * 1e6 - 1e5 < result.limited_bytes <= float(limit) * 1e6
+    assert f"\nmemory_limit counts {limits[0]:,.1f} MB: memory besides inputs and gradients.\n" in printed
     assert "expected time" not in output(f"{words} --no-grad").lower()
     assert size("8.2MB") == 8_200_000  # 8.2 * 1e6 is less
 

@@ -1,5 +1,6 @@
 """Bytes and FLOPs of launches, compared with tensors and the kernels' signatures."""
 
+import dataclasses
 import inspect
 
 import pytest
@@ -178,6 +179,8 @@ def test_work_of_attention():
 
     def counts(name, problem):
         found = work(problem, sizes | dict(parts=3))
+        blocks = 0 if name in ("attention_bwd_rows", "attention_bwd_product") else batch * heads  # of 64 x 64
+        assert found.exponentials == 64 * 64 * blocks
         return found.bytes_read, found.bytes_written, found.flops
 
     scores = nbytes(bias, mask)
@@ -252,8 +255,11 @@ def test_estimate():
     roofs = Roofs(copy=1e12, add=2e12, gemm=1e14, source="data sheet")
     assert estimate(Work(10**9, 10**9, 0), roofs).us == pytest.approx(2000)
     assert estimate(Work(2 * 10**9, 10**9, 0), roofs).us == pytest.approx(1500)  # two reads to a write
-    assert estimate(Work(10**9, 10**9, 10**12), roofs) == Estimate(10_000, "tensor cores")
-    assert estimate(Work(1000, 1000, 1000), roofs) == Estimate(LAUNCH_US, "launch")
+    assert estimate(Work(10**9, 10**9, 10**12), roofs) == Estimate(10_000, "tensor cores", 10_000)
+    assert estimate(Work(1000, 1000, 1000), roofs) == Estimate(LAUNCH_US, "launch", LAUNCH_US)
+    roofs = dataclasses.replace(roofs, exponentials=1e12)
+    scores = estimate(Work(10**9, 10**9, 10**11, exponentials=10**10), roofs)
+    assert scores == Estimate(10_000, "exponentials", 10_000 * 3 + 2000 + 1000 + LAUNCH_US)
 
 
 def test_describe_omits_defaults():

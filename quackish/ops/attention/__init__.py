@@ -7,6 +7,7 @@ score_problems.py, problems.py, arguments.py    what the kernels compute; their 
 config.py        how they are configured
 kernels/         device code
 kernel_steps.py  the steps with kernels
+efficient.py     the steps by PyTorch's memory-efficient attention, on GPUs without kernels
 prepared.py      what their launches need besides addresses
 mask_plan.py     where the parts of a mask's plan are in memory
 operators.py     the operators and their gradients, written in steps

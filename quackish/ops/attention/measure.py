@@ -117,6 +117,7 @@ def share_of_tiles(mask: Tensor | None, is_causal: bool, q: Tensor, k: Tensor) -
         return 1.0
     tiles: Any = torch.ones(1, 1, -(-q.shape[2] // _TILE), -(-k.shape[2] // _TILE), device=q.device)
     if mask is not None:
+        mask = mask.expand(-1, -1, q.shape[2], -1)
         tiles = F.max_pool2d(mask.half() if q.is_cuda else mask.float(), _TILE, ceil_mode=True)
     return float((tiles.tril() if is_causal else tiles).float().mean())
 
@@ -130,6 +131,5 @@ BENCHES = (
         load=providers.load,
         measure=measure,
         on_cpu=("torch-math",),
-        options=("attn_bias", "bias_dtype", "attn_mask", "causal"),
     ),
 )

@@ -1,7 +1,7 @@
 """The operators of scaled_dot_product_attention: forward and backward, by kernels or the portable path.
 
-Both are written in steps: the functions of reference.py, or kernels with the same names and arguments
-(`kernel_steps.py`).
+Both are written in steps: the functions of reference.py, or others with the same names and arguments: kernels
+(`kernel_steps.py`), and PyTorch's memory-efficient attention (`efficient.py`).
 """
 
 from types import ModuleType
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quackish.device.kernel_device import report_portable, require_device, why_unsupported
 from quackish.device.modes import check_memory
-from quackish.ops.attention import kernel_steps, reference
+from quackish.ops.attention import efficient, kernel_steps, reference
 from quackish.ops.attention.mask_plan import plan_bytes, unknown_plan
 from quackish.ops.attention.problems import FORWARD_SPEC, WHO
 from quackish.ops.attention.reference import Inputs, Options, strides_like
@@ -20,25 +20,30 @@ from quackish.ops.operator import Operator
 Steps = ModuleType | kernel_steps.AttentionSteps
 
 
-def _steps_for(inputs: Inputs, backend: str, need_dbias: bool = False) -> Steps:
-    """The steps that run: kernels or the portable path, which on a GPU warns once per reason."""
+def _steps_for(inputs: Inputs, options: Options, backend: str, need_dbias: bool = False) -> Steps:
+    """The steps that run: kernels or the portable path, which on a GPU warns once per reason.
+
+    The portable path is PyTorch's memory-efficient attention where that ran forward too: beside a large bias, kernels
+    and the reference round a score away that it does not.
+    """
     q, k = inputs.q, inputs.k
     if backend == "reference" or q.numel() == 0 or k.numel() == 0 or inputs.v.numel() == 0:
         return reference
-    why = why_unsupported(WHO, FORWARD_SPEC, q.device)
+    why = of_device = why_unsupported(WHO, FORWARD_SPEC, q.device)
     if not why:
         reason = kernel_steps.why_unsupported(inputs, need_dbias)
         why = reason and f'{WHO}: no kernel for {reason}. backend="auto" runs the portable path.'
     if why:
         report_portable(why, q.device, backend)
-        return reference
+        is_forward_too = of_device or kernel_steps.why_unsupported(inputs)
+        return efficient if is_forward_too and efficient.covers(inputs, options) else reference
     return kernel_steps.steps_of(require_device(WHO, q.device))
 
 
 def _forward(inputs: Inputs, options: Options, backend: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(o, lse, residual of lse, plan of the mask)"""
     check_memory(WHO, query=inputs.q, key=inputs.k, value=inputs.v, attn_bias=inputs.bias, attn_mask=inputs.mask)
-    steps = _steps_for(inputs, backend)
+    steps = _steps_for(inputs, options, backend)
     if not isinstance(steps, kernel_steps.AttentionSteps):
         return *steps.forward(inputs, options), unknown_plan(inputs)
     plan = steps.plan(inputs, options)
@@ -46,7 +51,7 @@ def _forward(inputs: Inputs, options: Options, backend: str) -> tuple[Tensor, Te
 
 
 def _backward(do, dlse, out, lse, residual, plan, inputs: Inputs, options: Options, need_dbias: bool, backend: str):
-    steps = _steps_for(inputs, backend, need_dbias)
+    steps = _steps_for(inputs, options, backend, need_dbias)
     of_mask = (plan,) if isinstance(steps, kernel_steps.AttentionSteps) else ()
     return steps.backward(do, dlse, out, lse, residual, inputs, options, need_dbias, *of_mask)
 

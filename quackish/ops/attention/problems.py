@@ -79,7 +79,8 @@ def _scores_work(p: AttentionProblem, s: Sizes, matmuls: int, rows: int) -> Work
     notes = ["fewer bytes of a bias or mask that is the same for all queries or keys"] * (of_bias + of_mask > 0)
     notes += ["less work with causality or a window"] * p.band
     notes += ["less work where a mask leaves a tile empty"] * p.mask
-    return Work(read, of_q, 2 * matmuls * scores * s["d"], "; ".join(notes))
+    padded = s["batch"] * s["heads"] * BLOCK * ceil_div(s["num_q"], BLOCK) * BLOCK * ceil_div(s["num_k"], BLOCK)
+    return Work(read, of_q, 2 * matmuls * scores * s["d"], "; ".join(notes), exponentials=padded)
 
 
 def _mask_work(p: AttentionMaskProblem, s: Sizes) -> Work:
@@ -119,7 +120,7 @@ def _product_work(p: AttentionProductProblem, s: Sizes) -> Work:
     work = _scores_work(p, s, matmuls=1, rows=1)  # dq
     ds, v = (s["batch"] * heads * s["num_k"] * columns * bytes_of(p.dtype)
              for heads, columns in ((s["heads"], s["num_q"]), (s["heads"] // s["group"], s["d"])))  # fmt: skip
-    return dataclasses.replace(work, bytes_read=work.bytes_read + ds - v)
+    return dataclasses.replace(work, bytes_read=work.bytes_read + ds - v, exponentials=0)
 
 
 def _bias_work(p: AttentionBiasProblem, s: Sizes) -> Work:

@@ -1,7 +1,7 @@
 """Providers of scaled_dot_product_attention: quackish, PyTorch's backends of SDPA, FlexAttention and FlashAttention 4.
 
-A provider takes query, key, value (b, h, l, d), attn_bias (b or 1, h or 1, l, l) or None, attn_mask (b, 1, l, l) bool
-or None, and is_causal. It returns o (b, h, l, d), for autograd.
+A provider takes query, key, value (b, h, l, d), attn_bias (b or 1, h or 1, l, l) or None, attn_mask (b, 1, l or 1, l)
+bool or None, and is_causal. It returns o (b, h, l, d), for autograd.
 """
 
 import functools
@@ -88,11 +88,12 @@ class Flex:
         if mask is None and not is_causal:
             return None
         asked = (mask, is_causal, query.shape)
+        by_row = mask is not None and mask.shape[2] > 1
         if not (self.masks[0] and mask is self.masks[0][0] and asked[1:] == self.masks[0][1:]):
 
             def mask_mod(b, h, i, j):
                 keep = i >= j if is_causal else i >= 0
-                return keep if mask is None else keep & mask[b, 0, i, j]
+                return keep if mask is None else keep & mask[b, 0, i if by_row else 0, j]
 
             batch, length = None if mask is None else query.shape[0], query.shape[2]
             made = self.module.create_block_mask(mask_mod, batch, None, length, length, device=query.device)
@@ -104,6 +105,7 @@ def score_mod(bias: Tensor | None, mask: Tensor | None) -> Callable[..., Tensor]
     """Adds the bias, and excludes keys that the mask does not keep. Dimensions of size 1 are not indexed."""
     if bias is None and mask is None:
         return None
+    mask_by_row = mask is not None and mask.shape[2] > 1
     by_batch, by_head = bias is not None and bias.shape[0] > 1, bias is not None and bias.shape[1] > 1
     if bias is not None:
         bias = bias if by_head else bias.squeeze(1)
@@ -117,7 +119,7 @@ def score_mod(bias: Tensor | None, mask: Tensor | None) -> Callable[..., Tensor]
                 score = score + bias[b, i, j]
             else:
                 score = score + (bias[h, i, j] if by_head else bias[i, j])
-        return score if mask is None else torch.where(mask[b, 0, i, j], score, -torch.inf)
+        return score if mask is None else torch.where(mask[b, 0, i if mask_by_row else 0, j], score, -torch.inf)
 
     return modified
 

@@ -37,6 +37,8 @@ def _make(new: Maker, shape: tuple[int, ...], options: Options) -> Args:
         args["attn_bias"] = new.rows(*sizes, length, length, seed=3, dtype=dtype)
     elif dtype is not None:
         raise ValueError("--bias-dtype is given, but --attn-bias is none: there is no bias")
+    if "attn_mask" in options and "key_mask" in options:
+        raise ValueError("--attn-mask and --key-mask are given; expected one of them")
     if "attn_mask" in options:
         args["attn_mask"] = mask(new, options["attn_mask"], batch, length)
     return args
@@ -62,6 +64,14 @@ def mask(new: Maker, kind: str, batch: int, length: int) -> "Tensor":
         return scores > 0
     lowest = scores.topk(max(1, min(MOST_KEYS, length // 4)), -1).values[..., -1:]
     return scores >= lowest
+
+
+def key_mask(new: Maker, batch: int, heads: int, length: int, d: int) -> "Tensor":
+    """(B, 1, 1, L) bool: without padding of up to an eighth of the keys."""
+    import torch
+
+    padding = 7 * torch.arange(batch, device=new.device) % (length // 8 + 1)
+    return (torch.arange(length, device=new.device) < length - padding[:, None])[:, None, None]
 
 
 ATTENTION = Operation(
@@ -94,11 +104,13 @@ ATTENTION = Operation(
             metavar="KIND",
             example="top",
         ),
+        "key_mask": flag("attn_mask", "with a bool mask of keys (B, 1, 1, L): padding of up to an eighth", key_mask),
         "causal": flag("is_causal", "with a causal mask"),
         "softcap": value("softcap", type=float, metavar="C", example=30.0),
         "return_lse": flag("return_lse", "also return lse, and backpropagate through it"),
         "no_grad": no_grad(),
     },
+    bench_options=("attn_bias", "bias_dtype", "attn_mask", "key_mask", "causal"),
     bounds={"lse": 1e-4},
     self_tests={
         "shared bias and mask": SelfTest((2, 3, 300, 128), dict(attn_bias="1,H", attn_mask="half", return_lse=True)),
@@ -106,6 +118,7 @@ ATTENTION = Operation(
         "fp32 bias of a batch entry": SelfTest(
             (3, 2, 200, 96), dict(attn_bias="B,1", bias_dtype="float32", attn_mask="blocks")
         ),
+        "keys": SelfTest((3, 2, 200, 32), dict(attn_bias="1,H", key_mask=True)),
         "mask alone": SelfTest((2, 2, 520, 128), dict(attn_bias="none", attn_mask="top")),
     },
     large_tests=[SelfTest((4, 16, 2048, 64))],

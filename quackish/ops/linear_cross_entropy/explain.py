@@ -1,6 +1,5 @@
 """Dry runs of linear cross entropy for the tools, and what `explain` adds: what each memory limit selects."""
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from quackish.ops.linear_cross_entropy.layout import LinearCrossEntropyConfig, e
 from quackish.ops.shared.dry_run import DryRun, Recorder
 from quackish.ops.shared.for_tools import Args, Operation
 from quackish.ops.shared.memory_counter import META
-from quackish.text import table_of
+from quackish.text import megabytes, table_of
 
 
 class Point(NamedTuple):
@@ -59,7 +58,8 @@ def dry_run(op: Operation, args: Args, gpu: Gpu, passes: tuple[str, ...]) -> Dry
         "Chunks": f"{num_chunks} in forward, of {' and '.join(sizes)} rows; at most {plan.chunk_rows}",
     }
     notes = ["All rows count as live: only the GPU knows how many are ignored, and skips those."]
-    return DryRun(None, decisions, recorder.steps, recorder.peak, recorder.buffers(), notes)
+    limited = memory.MemoryDryRun(request, config, gpu).run().peak_without_grads  # with rounding, as the limit has it
+    return DryRun(None, decisions, recorder.steps, recorder.peak, recorder.buffers(), notes, limited)
 
 
 def _linear_cross_entropy(args: Args, gpu: Gpu) -> tuple[LossPlan, memory.Request, CallOptions]:
@@ -112,7 +112,7 @@ def _limit_table(points: list[Point], grad: bool) -> str:
     limit, time = "memory_limit from MB", "expected time / 3 GEMMs"
     rows = [
         {
-            limit: math.ceil(point.bytes / 1e5) / 10,  # rounded up, so that this limit is enough
+            limit: megabytes(point.bytes),
             "schedule": point.config.schedule,
             "chunk rows": point.rows,
             time: point.time,

@@ -34,4 +34,6 @@ def dry_run(op: Operation, args: Args, gpu: Gpu, passes: tuple[str, ...]) -> Dry
         del results
     layout = schedule.Layout(plan.chunk, plan.block)
     text = f"gradients of logits of {layout.block} rows at once, logits of {layout.chunk}"
-    return DryRun(None, {"Blocks": text}, recorder.steps, recorder.peak, recorder.buffers(), [])
+    (v, h), needed = inputs.linear_weight.shape, operators.needed_of(tensors, plan)
+    limited = schedule.memory_of(layout, len(tensors.x), v, h, dtype.itemsize, needed)
+    return DryRun(None, {"Blocks": text}, recorder.steps, recorder.peak, recorder.buffers(), [], limited)

@@ -123,7 +123,6 @@ BENCHES = (
         providers=tuple(providers.PROVIDERS),
         load=providers.load,
         measure=measure,
-        options=("beta",),
         section_per_cell=True,
     ),
 )

@@ -49,6 +49,7 @@ LINEAR_DIVERGENCE = Operation(
         ),
         "no_grad": no_grad(),
     },
+    bench_options=("beta",),
     dry_run=Imported("quackish.ops.linear_divergence.dry_run", "dry_run"),
     self_tests={
         "": SelfTest((300, 128, 192, 1003)),

@@ -235,9 +235,11 @@ class Groups:
     Fixed block shapes make a row's result independent of other rows.
     """
 
+    # Not F.grouped_mm: it rounds to 16 bits before the activation; without sm_90 or sm_100 it reads offs on the host.
+
     def __init__(self, offs: Tensor, num_rows: int):
         on_cpu, num_groups = offs.device.type == "cpu", offs.shape[0]
-        self.block_rows = size = 32 if on_cpu else 128
+        self.block_rows = size = 32 if on_cpu else 512  # each block reads and writes a copy of its weight: not measured
         # Illegal offsets: stay within bounds, and make all results NaN.
         starts = torch.nn.functional.pad(offs, (1, 0)).long()
         is_bad = (starts.diff() < 0).any() | (starts[-1] > num_rows)
@@ -253,26 +255,16 @@ class Groups:
         last_blocks = blocks.cumsum(0)
         first_blocks = last_blocks - blocks
         num_blocks = int(last_blocks[-1]) if on_cpu else num_rows // size + num_groups
-        if num_rows > 0:
-            num_blocks = max(num_blocks, 1)  # rows of no group read it
-        else:
-            num_blocks = 0
+        num_blocks *= num_rows > 0
         block = torch.arange(num_blocks, device=offs.device)
-        self.of_block = torch.searchsorted(last_blocks, block, right=True).clamp(max=num_groups - 1)
-        first_row = starts[self.of_block] + (block - first_blocks[self.of_block]) * size
-        # the row of each slot of a block, and the slot of each row
+        of_block = torch.searchsorted(last_blocks, block, right=True).clamp(max=num_groups - 1)
+        first_row = starts[of_block] + (block - first_blocks[of_block]) * size
+        # the row of each slot of a block; free slots write row num_rows, and read the last one
         slots = first_row[:, None] + torch.arange(size, device=offs.device)
-        self.is_row = (slots < ends[self.of_block][:, None])[:, :, None]
-        self.row_of_slot = slots.clamp(max=max(num_rows - 1, 0))
-        slot_of_row = first_blocks[self.of_row] * size + row - starts[self.of_row]
-        self.slot_of_row = slot_of_row.clamp(max=max(num_blocks * size - 1, 0))
-
-    def blocks_of(self, t: Tensor) -> Tensor:
-        """t (R, n) as (blocks, rows, n); slots without a row are 0."""
-        return t[self.row_of_slot].masked_fill(~self.is_row, 0.0)
-
-    def rows_of(self, blocks: Tensor) -> Tensor:
-        return blocks.flatten(0, 1)[self.slot_of_row]
+        is_free = slots >= ends[of_block][:, None]
+        self.of_blocks, self.is_free = of_block[:, None].unbind(), is_free[:, :, None].unbind()
+        self.written = slots.masked_fill(is_free, num_rows).unbind()
+        self.read = slots.masked_fill(is_free, max(num_rows - 1, 0)).unbind()
 
     def defined(self, t: Tensor) -> Tensor:
         """t (R, ...) with 0 in rows of no group; all NaN if the offsets are illegal."""
@@ -284,21 +276,23 @@ class Groups:
 
     def rows_times(self, a: Tensor, w: Tensor) -> Tensor:
         """a @ w[g].T of a (R, k) and w (E, n, k), in fp32 (fp64). Rows of no group are arbitrary."""
-        blocks, dtype = self.blocks_of(a), operand_dtype(a.dtype, a.device.type)
-        out = a.new_empty((*blocks.shape[:2], w.shape[1]), dtype=accumulate_dtype(a.dtype))
-        for i, block in enumerate(blocks.to(dtype).unbind()):
-            weight = w.index_select(0, self.of_block[i : i + 1])[0].to(dtype)
-            mm(block, weight.t(), out[i])
-        return self.rows_of(out)
+        dtype, wide = operand_dtype(a.dtype, a.device.type), accumulate_dtype(a.dtype)
+        out = a.new_zeros((a.shape[0] + 1, w.shape[1]), dtype=wide)
+        product = a.new_empty((self.block_rows, w.shape[1]), dtype=wide)
+        for group, read, written in zip(self.of_blocks, self.read, self.written, strict=True):
+            weight = w.index_select(0, group)[0].to(dtype)
+            mm(a.index_select(0, read).to(dtype), weight.t(), product)
+            out.index_copy_(0, written, product)
+        return out[:-1]
 
     def sum_of_products(self, a: Tensor, b: Tensor) -> Tensor:
         """a[g].T @ b[g] of a (R, n) and b (R, k), (E, n, k) in fp32 (fp64), summed in row order."""
         total = a.new_zeros((*self.has_rows.shape, a.shape[1], b.shape[1]), dtype=accumulate_dtype(a.dtype))
         product, dtype = torch.empty_like(total[0]), operand_dtype(a.dtype, a.device.type)
-        pairs = zip(self.blocks_of(a).to(dtype).unbind(), self.blocks_of(b).to(dtype).unbind(), strict=True)
-        for i, (rows_a, rows_b) in enumerate(pairs):
+        for group, read, is_free in zip(self.of_blocks, self.read, self.is_free, strict=True):
+            rows_a, rows_b = (t.index_select(0, read).masked_fill_(is_free, 0.0).to(dtype) for t in (a, b))
             mm(rows_a.t(), rows_b, product)
-            total.index_add_(0, self.of_block[i : i + 1], product[None])
+            total.index_add_(0, group, product[None])
         return total + self.fill.to(total.dtype)
 
     def add(self, total: Tensor, out: Tensor) -> None:

@@ -43,9 +43,10 @@ class DryRun:
     portable: str | None = None  # why the portable path runs; None if kernels run
     plan: dict[str, str] = dataclasses.field(default_factory=dict)  # decisions and their reasons, by title
     steps: list[Step] = dataclasses.field(default_factory=list)
-    peak_bytes: int = 0  # peak memory, with results but without inputs
+    peak_bytes: int = 0  # peak memory, with results and gradients but without inputs
     buffers: list[Buffer] = dataclasses.field(default_factory=list)  # allocated at the peak, the largest first
     notes: list[str] = dataclasses.field(default_factory=list)
+    limited_bytes: int | None = None  # what `memory_limit` bounds: the peak without results and gradients
 
 
 def dry_run(op: Operation, args: Args, gpu: Gpu, passes: tuple[str, ...], name: str) -> DryRun:

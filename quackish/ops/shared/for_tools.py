@@ -17,7 +17,7 @@ from quackish.device.work import SHORT
 from quackish.gpu import Gpu
 from quackish.literals import Backend
 from quackish.ops import parts
-from quackish.ops.shared.models import Model, Shapes
+from quackish.ops.shared.models import MODELS, Model, Shapes
 
 if TYPE_CHECKING:
     import torch
@@ -113,12 +113,13 @@ class Operation:
     function: Callable[..., Any]  # what users call, `Imported`; takes the arguments of `arguments` and `backend`
     results: tuple[str, ...]  # the names of what it returns
     leaves: tuple[str, ...]  # the arguments that get gradients
-    spec: KernelSpec  # a GPU without this kernel runs the portable path
+    spec: KernelSpec | None  # a GPU without this kernel runs the portable path; None: an operation without kernels
     dims: tuple[str, ...]  # the names of the sizes, such as ("M", "N"); rows (tokens) come first
     example: str  # a shape
     small: tuple[int, ...]  # maximum sizes without a GPU; sizes of a self-test
     make: Callable[[Maker, tuple[int, ...], Options], Args]  # the arguments besides those that options set
     options: dict[str, Option]
+    bench_options: tuple[str, ...] = ()  # those of `options` that bench takes, as data of a cell
     model_shapes: Callable[[Model, int], Shapes] = lambda model, tokens: {}  # shapes in public models
     passes: tuple[str, ...] = ()  # "forward" and "backward" if users can call them alone, as rms_norm_forward
     has_dry_run: bool = True  # explain, precompile and tune take it
@@ -142,6 +143,11 @@ class Operation:
     def form(self) -> str:
         """The form of a shape, such as "MxN"."""
         return "x".join(self.dims)
+
+    @property
+    def models(self) -> list[str]:
+        """The models with a shape for this operation."""
+        return [name for name, model in MODELS.items() if self.model_shapes(model, 1)]
 
     def arguments(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, options: Options | None = None
