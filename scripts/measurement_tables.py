@@ -431,39 +431,39 @@ STEPS = {
 }  # fmt: skip
 
 
-def step_rows(compiled: str) -> Table:
+def step_rows(card: str, compiled: str) -> Table:
     providers = {"unpatched": "plain", "Liger's whole patch": "liger", "`apply(model)`": "quackish"}
     yield "", *(f"{title}: {unit}" for title in providers for unit in ("ms", "GB")), "time / Liger's"
     for title, model in STEPS.items():
-        rows = [find("H100/llama_step.csv", model=model, provider=p, compiled=compiled) for p in providers.values()]
+        rows = [find(f"{card}/llama_step.csv", model=model, provider=p, compiled=compiled) for p in providers.values()]
         if any(rows):
             cells = [row[column] if row else "" for row in rows for column in ("median_ms", "peak_gb")]
             yield title, *(f"{float(cell):.1f}" if cell else "" for cell in cells), rows[-1]["vs_liger"]
 
 
-def dense_rows() -> Table:
+def dense_rows(card: str) -> Table:
     yield (
         "tokens, H, I",
         *(f"{title}: {unit}" for title in ("quackish", "Liger", "PyTorch, compiled") for unit in ("ms", "GB")),
         ("the plain matmuls: ms"),
     )
-    for shape in dict.fromkeys(row["shape"] for row in rows_of("H100/mlp.csv") if row["direction"] != "host"):
-        rows = [find("H100/mlp.csv", shape=shape, provider=name) for name in ("quackish", "liger", "torch-compile")]
-        roof = find("H100/mlp.csv", shape=shape, provider="six-gemms")
+    for shape in dict.fromkeys(row["shape"] for row in rows_of(f"{card}/mlp.csv") if row["direction"] != "host"):
+        rows = [find(f"{card}/mlp.csv", shape=shape, provider=name) for name in ("quackish", "liger", "torch-compile")]
+        roof = find(f"{card}/mlp.csv", shape=shape, provider="six-gemms")
         yield of_shape(shape), *(cell for row in rows for cell in (ms(row), gb(row))), ms(roof)
 
 
-def rotary_rows() -> Table:
+def rotary_rows(card: str) -> Table:
     names = {"quackish": "quackish", "a copy": "mul", "Liger, in place": "liger", "PyTorch, compiled": "torch-compile"}
     yield "batch, heads of q and k, length, D", "", *(f"{title}: us" for title in names)
-    for row in rows_of("H100/rotary.csv"):
+    for row in rows_of(f"{card}/rotary.csv"):
         shape, direction = row["shape"], row["direction"]
         if direction != "host" and row["provider"] == "quackish":
-            found = [find("H100/rotary.csv", shape=shape, direction=direction, provider=p) for p in names.values()]
+            found = [find(f"{card}/rotary.csv", shape=shape, direction=direction, provider=p) for p in names.values()]
             yield of_shape(shape), direction, *map(us, found)
 
 
-def distillation_rows() -> Table:
+def distillation_rows(card: str) -> Table:
     providers = {
         "quackish": "quackish", "`reduction=\"none\"`": "quackish-per-row", "TRL": "trl", "Liger": "liger",
         "PyTorch, compiled": "torch-compile",
@@ -475,12 +475,15 @@ def distillation_rows() -> Table:
         *(f"{title}: {unit}" for title in providers for unit in ("ms", "GB")),
     )
     where = dict(direction="forward+backward")
-    cells = [(row["shape"], row["data"]) for row in rows_of("H100/linear_divergence.csv") if row["direction"] != "host"]
+    cells = [
+        (row["shape"], row["data"]) for row in rows_of(f"{card}/linear_divergence.csv") if row["direction"] != "host"
+    ]
     for shape, data in dict.fromkeys(cells):
         rows = [
-            find("H100/linear_divergence.csv", shape=shape, data=data, provider=p, **where) for p in providers.values()
+            find(f"{card}/linear_divergence.csv", shape=shape, data=data, provider=p, **where)
+            for p in providers.values()
         ]
-        roof = find("H100/linear_divergence.csv", shape=shape, data=data, provider="four-gemms", **where)
+        roof = find(f"{card}/linear_divergence.csv", shape=shape, data=data, provider="four-gemms", **where)
         if rows[0] is None:  # a run that was interrupted
             continue
         yield of_shape(shape), data.removeprefix("beta="), ms(roof), *(c for row in rows for c in (ms(row), gb(row)))
@@ -528,10 +531,13 @@ TABLES: dict[str, page_tables.Tables] = {
     },
     "measurements/attention.md": {"times": attention_rows, "masks": attention_mask_rows},
     "measurements/parallel.md": {"times": sharded_rows},
-    "measurements/decoder.md": {"mlp": dense_rows, "rotary": rotary_rows},
-    "measurements/distillation.md": {"h100": distillation_rows},
+    "measurements/decoder.md": {
+        f"{name} H100": functools.partial(rows, "H100") for name, rows in (("mlp", dense_rows), ("rotary", rotary_rows))
+    },
+    "measurements/distillation.md": {card: functools.partial(distillation_rows, card) for card in CARDS},
     "measurements/training_steps.md": {
-        "eager": functools.partial(step_rows, "no"), "compiled": functools.partial(step_rows, "layers"),
+        **{f"eager {card}": functools.partial(step_rows, card, "no") for card in CARDS},
+        **{f"compiled {card}": functools.partial(step_rows, card, "layers") for card in CARDS},
         "olmoe": olmoe_rows, "trl": trl_rows,
     },
 }  # fmt: skip

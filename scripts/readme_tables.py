@@ -25,7 +25,7 @@ class Time(NamedTuple):
     name: str = ""
 
 
-Times = tuple[Time, Time, Time | None]  # ours, the fastest other library, PyTorch
+Times = tuple[Time, Time, Time]  # ours, the fastest other library, PyTorch
 
 
 @functools.cache
@@ -33,24 +33,21 @@ def results_of(card: str, op: str) -> Results:
     return Results(read_rows(RESULTS / f"{card}/{op}.csv"))
 
 
-def operation(card: str, cell: Cell, ours: str = OURS, same_memory: bool = False) -> Times:
-    """`same_memory`: of other libraries only what needs no more memory than ours, and nothing of PyTorch."""
+def operation(card: str, cell: Cell) -> Times:
     results = results_of(card, cell.op)
     points = {n: p for n, p in results.points(cell).items() if n not in results.bench.more_outputs}
     points = {n: p for n, p in points.items() if not results.is_wrong(cell, n)}
-    mine = Time(*points[ours])
+    mine = Time(*points[OURS])
     pytorch = [Time(*p) for n, p in points.items() if library(n) in ("torch", "transformers")]
     others = [n for n in points if not is_ours(n) and library(n) not in ("torch", "transformers")]
     # Liger's kernels for Hopper are not its default.
     others = [Time(*points[n], title_of(n if library(n) == "liger" else library(n))) for n in others]
-    if same_memory:
-        return mine, min(time for time in others if time.gb <= mine.gb), None
     return mine, min(others), min(pytorch)
 
 
 def step(card: str, model: str, compiled: str = "no") -> Times:
     """A training step."""
-    names = {"quackish": "", "liger": "Liger, whole patch", "plain": ""}
+    names = {"quackish": "", "liger": "Liger", "plain": ""}
     rows = [find(f"{card}/llama_step.csv", model=model, provider=name, compiled=compiled) for name in names]
     ours, liger, plain = (
         Time(float(row["median_ms"]), float(row["peak_gb"]), name)
@@ -76,22 +73,20 @@ def experts(model: str) -> Cell:
 
 
 def rows_of(card: str) -> dict[str, Callable[[], Times]]:
-    """By title of a row."""
-    of = functools.partial(functools.partial, operation, card)
-    rows: dict[str, Callable[[], Times]] = {}
-    if card == "H100":
-        of_step = functools.partial(functools.partial, step, card)
-        rows["1B Llama, an eager step"] = of_step("llama-1b")
-        rows["the same, compiled (`26f15a8`)"] = of_step("llama-1b", "layers")
-        rows["4 layers of an 8B Llama, an eager step"] = of_step("llama-8b")
+    """By title of a row. The H100 has fewer."""
+    of, of_step = (functools.partial(functools.partial, times, card) for times in (operation, step))
+    large, rows = card == "H200", {}
+    rows["1B Llama, an eager step"] = of_step("llama-1b")
+    if large:
+        rows["the same, compiled"] = of_step("llama-1b", "layers")
+    rows["4 layers of an 8B Llama, an eager step"] = of_step("llama-8b")
+    if large:
+        rows["Qwen3 1.7B, an eager step"] = of_step("qwen3-1.7b")
     rows["cross entropy, 8192 x 4096 x 128,256"] = of(loss(8192, 4096, 128256))
-    rows['the same, `schedule="recompute"`'] = of(loss(8192, 4096, 128256), f"{OURS}-recompute", same_memory=True)
-    if card == "H100":
-        rows["distillation, 8192 x 2048 x 128,256"] = of(distillation(8192, 2048, 4096, 128256))
-    rows["RMSNorm, backward alone, 4096 x 4096"] = of(norm(4096, 4096))
-    if card == "H200":
+    rows["distillation, 8192 x 2048 x 128,256"] = of(distillation(8192, 2048, 4096, 128256))
+    if large:
+        rows["RMSNorm, backward alone, 4096 x 4096"] = of(norm(4096, 4096))
         rows["experts of Qwen3-30B, 16,384 tokens"] = of(experts("Qwen3-30B"))
-        rows["experts of Mixtral, 8192 tokens"] = of(experts("Mixtral"))
     return rows
 
 
@@ -104,12 +99,12 @@ def table(card: str) -> Table:
     yield card, "ours", "best other library", "PyTorch", "memory: ours", "memory: other", "memory: PyTorch"
     for title, times_of in rows_of(card).items():
         times = times_of()
-        cells, best = [], min(time.ms for time in times if time)
+        cells, best = [], min(time.ms for time in times)
         for time in times:
-            text = in_units(time.ms, "us", "ms") if time else ""
-            text = f"**{text}**" if time and time.ms == best else text
-            cells.append(f"{text}, {time.name}" if time and time.name else text)
-        yield title, *cells, *(in_units(time.gb, "MB", "GB") if time else "" for time in times)
+            text = in_units(time.ms, "us", "ms")
+            text = f"**{text}**" if time.ms == best else text
+            cells.append(f"{text}, {time.name}" if time.name else text)
+        yield title, *cells, *(in_units(time.gb, "MB", "GB") for time in times)
 
 
 TABLES: page_tables.Tables = {card: functools.partial(table, card) for card in ("H100", "H200")}
