@@ -4,8 +4,8 @@
     python -m benchmarks.attention --quick                  # the main cells
     python -m benchmarks.attention --only 16x2048 --append  # the cells whose name has these words, again
 
-16 heads, head dimensions of 64 and 128, 8192 queries in all. Before the run, processes compile the kernels of quackish
-and FlexAttention for all cells at once, into their caches on disk.
+16 heads, head dimensions of 64 and 128, 8192 queries in all; and the sizes of triangles, windows, graphs and T5. Before
+the run, processes compile the kernels of quackish and FlexAttention for all cells at once, into their caches on disk.
 """
 
 import concurrent.futures
@@ -52,6 +52,19 @@ def masks(length: int, d: int) -> list[Job]:
     return [case(length, d, providers=MASKED, attn_bias="none", attn_mask=kind) for kind in MASKS]
 
 
+# By what they are called: batch, heads, length, head dimension, and the options of a call
+SMALL: dict[str, tuple[tuple[int, ...], dict[str, object]]] = {
+    "triangle attention, L 256": ((256, 4, 256, 32), dict(attn_bias="1,H", key_mask=True)),
+    "triangle attention, L 384": ((384, 4, 384, 32), dict(attn_bias="1,H", key_mask=True)),
+    "Swin, windows of 64": ((256, 4, 64, 32), dict(attn_bias="1,H")),
+    "Swin, windows of 49": ((1024, 3, 49, 32), dict(attn_bias="1,H")),
+    "Graphormer": ((64, 32, 128, 24), {}),
+    "pair bias": ((1, 16, 1024, 24), {}),
+    "T5": ((8, 16, 512, 64), dict(attn_bias="1,H")),
+    "triangle attention, L 768": ((768, 4, 768, 32), dict(attn_bias="1,H", key_mask=True)),
+}
+SMALL_TARGETS = {(768, 4, 768, 32): 1 / 0.68, (256, 4, 64, 32): 1 / 1.3}  # of the speedup; of the others 1
+
 _OTHERS = [bias for bias in BIASES if bias != "B,H"]
 QUICK = [
     case(2048, 64, providers=(*BIASED, "fa4")),
@@ -61,6 +74,10 @@ QUICK = [
 ]
 JOBS = [  # the most important ones first, because a run may be cut off
     *QUICK,
+    *(
+        Job(Cell(ATTENTION.name, shape, "bfloat16", TRAIN, data_of(options)), (OURS, "torch-efficient", "flex"), title)
+        for title, (shape, options) in SMALL.items()
+    ),
     *(case(2048, d, attn_bias=bias) for d in HEAD_DIMS for bias in _OTHERS),
     *(case(2048, 64, attn_bias=bias, bias_dtype="float32") for bias in BIASES),
     *masks(4096, 128),
@@ -88,6 +105,8 @@ TINY = [  # without a GPU
 
 def target_of(cell: Cell) -> float | None:
     """How many times as long the fastest other library may at least take; None for plain calls, which are PyTorch's."""
+    if cell.shape in SMALL_TARGETS:
+        return SMALL_TARGETS[cell.shape]
     options = options_of(cell.data)
     if options.get("attn_bias") == "none":
         return SPEEDUP_OF_MASKS if "attn_mask" in options else None

@@ -410,6 +410,16 @@ def attention_mask_rows() -> Table:
             yield title, str(d), *attention_ms(f"2x16x4096x{d}", of_mask, tuple(names.values()))
 
 
+def small_attention_rows(card: str) -> Table:
+    """Of the sizes that have a title."""
+    file = f"{card}/scaled_dot_product_attention.csv"
+    yield "", "B, H, L, D", *ATTENTION
+    for title, shape, data in dict.fromkeys((row["models"], row["shape"], row["data"]) for row in rows_of(file)):
+        if title:
+            found = [find(file, shape=shape, data=data, provider=name) for name in ATTENTION.values()]
+            yield title, of_shape(shape), *map(ms, found)
+
+
 def sharded_rows() -> Table:
     yield "step", "ms", "efficiency, of GPU 0", "of GPU 1", "MB per rank"
     file, shape = "H200/parallel.md", "8192x4096x128256"

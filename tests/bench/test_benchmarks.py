@@ -566,7 +566,9 @@ def test_cells_of_attention_are_distinct_and_legal():
     assert len(set(cells)) == len(cells)
     for cell in cells:
         BENCHES[cell.op].op.arguments(cell.shape, torch.bfloat16, torch.device("meta"), options_of(cell.data))
-        assert cell.shape[0] * cell.shape[2] == attention.TOKENS
+        is_small = cell.shape in [shape for shape, _ in attention.SMALL.values()]
+        assert is_small or cell.shape[0] * cell.shape[2] == attention.TOKENS
+    assert attention.SMALL_TARGETS.keys() <= {shape for shape, _ in attention.SMALL.values()}
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
