@@ -23,7 +23,7 @@ from quackish.ops.linear_cross_entropy.calls import LossPlan, RowState, Saved, u
 from quackish.ops.linear_cross_entropy.checks import Inputs
 from quackish.ops.linear_cross_entropy.layout import first_classes, recompute_blocks, shared_storage
 from quackish.ops.linear_cross_entropy.operators import forward_operator
-from quackish.ops.linear_cross_entropy.row_problems import LceSortProblem
+from quackish.ops.linear_cross_entropy.row_problems import SortArgs
 from quackish.testing.errors import same_bits
 from tests.linear_cross_entropy.cases import (
     IGNORED,
@@ -395,9 +395,9 @@ def test_pytorchs_sort_gives_the_same_bits(schedule, ignored, request, path):
         return torch.autograd.grad(loss, [x, w])
 
     presorted, launch = [], path.kernels.launch
-    path.kernels.launch = lambda args, kind, *shared, **fields: (
-        presorted.append(args.index is not None) if kind is LceSortProblem else None,
-        launch(args, kind, *shared, **fields),
+    path.kernels.launch = lambda args, *problem: (
+        presorted.append(args.index is not None) if isinstance(args, SortArgs) else None,
+        launch(args, *problem),
     )
     want = step()
     request.getfixturevalue("few_rows_counted")

@@ -62,7 +62,7 @@ class SharedLaunches:
         n, n2 = out.numel(), 0 if out2 is None else out2.numel()
         if n + n2 == 0:
             return
-        kernel = self._kernel(choose.epoch, ScaleProblem(cuda.name_of(out.dtype)))
+        kernel = self._kernel(choose.epoch, _scale_problem(out.dtype))
         num_ctas = kernel.config.num_ctas(max(n, n2) * out.itemsize, self.gpu.sm_count)
         args = by_name(ScaleArgs)(
             out=out.data_ptr(), out2=(out if out2 is None else out2).data_ptr(), factor=factor.data_ptr(), n=n, n2=n2,
@@ -105,6 +105,11 @@ def launches_of(device: KernelDevice) -> SharedLaunches:
 
 def _row_stride(t: Tensor) -> int:
     return t.stride(0) if t.shape[0] > 1 else t.shape[1]  # a single row may have any stride
+
+
+@functools.cache
+def _scale_problem(dtype: torch.dtype) -> ScaleProblem:
+    return ScaleProblem(cuda.name_of(dtype))
 
 
 @functools.lru_cache(maxsize=1024)
