@@ -101,7 +101,9 @@ def rms_norm(
         or (bias is not None and bias.requires_grad)
         or (residual is not None and residual.requires_grad)
     ):
-        return apply(x, weight, bias, residual, plan, dweight_out)
+        if bias is residual is dweight_out is None:
+            return apply(x, weight, plan)
+        return apply(x, weight, plan, bias, residual, dweight_out)
     y, res, _ = plan.run(x, weight, bias, residual)
     return y if residual is None else (y, res)
 
