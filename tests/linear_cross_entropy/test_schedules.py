@@ -285,6 +285,23 @@ def test_saved_tensors_with_changed_strides(v, schedule, path):
         assert same_bits(one, other)
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_alignment_is_not_of_the_signature(schedule, path):
+    x, w, target, kw = path.case(bias=True)
+    shifted = x.detach().new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x.detach()).requires_grad_()
+    for given in (x, shifted, x):
+        path.check(given, w, target, kw, schedule=schedule)
+
+
+def test_saved_targets_of_another_dtype(path):
+    x, w, target, _ = path.case()
+    want = torch.autograd.grad(path.call(x, w, target), [x, w])
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.int() if t.dtype == torch.int64 else t, lambda t: t):
+        loss = path.call(x, w, target, schedule="chunked")
+    for retain_graph in (True, False):  # the second backward pass runs forward again
+        assert all(map(same_bits, torch.autograd.grad(loss, [x, w], retain_graph=retain_graph), want))
+
+
 @pytest.mark.parametrize("shape", [(20,), (4, 5)])
 def test_outputs_may_be_modified(shape, path):
     x, w, target, _ = path.case(m=20)

@@ -106,7 +106,8 @@ class LceKernels:
 
     def _find_gemm(
         self, epoch: int, m: int, n: int, k: int, split_tail: bool, make: Callable[..., Any], *values: Any
-    ) -> "_Gemm":
+    ) -> _Gemm:
+        """The kernel for the problem make(*values), on m, n and k of GemmArgs. split_tail: its `split_k_tail`."""
         launch, config = self._kernel(epoch, make, *values)
         clusters = config.max_clusters(self.gpu.sm_count)
         return _Gemm(launch, m, n, k, clusters, *(config.tail_room(m, n, k, clusters) if split_tail else ()))
@@ -117,7 +118,7 @@ class LceKernels:
 
     def ranges(self, n: int, size: int) -> Iterator[tuple[int, int]]:
         """(start, size) of consecutive ranges that cover range(n); only the last may be smaller than `size`."""
-        if 0 < n <= size:
+        if 0 < n <= size:  # the usual case
             return iter(((0, n),))
         return ((start, min(size, n - start)) for start in self.loop(range(0, n, size)))
 
