@@ -23,7 +23,7 @@ from quackish.ops.linear_cross_entropy.calls import LossPlan, RowState, Saved, u
 from quackish.ops.linear_cross_entropy.checks import Inputs
 from quackish.ops.linear_cross_entropy.layout import first_classes, recompute_blocks, shared_storage
 from quackish.ops.linear_cross_entropy.operators import forward_operator
-from quackish.ops.linear_cross_entropy.row_problems import LceSortProblem
+from quackish.ops.linear_cross_entropy.row_problems import SortArgs
 from quackish.testing.errors import same_bits
 from tests.linear_cross_entropy.cases import (
     IGNORED,
@@ -285,6 +285,23 @@ def test_saved_tensors_with_changed_strides(v, schedule, path):
         assert same_bits(one, other)
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_alignment_is_not_of_the_signature(schedule, path):
+    x, w, target, kw = path.case(bias=True)
+    shifted = x.detach().new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x.detach()).requires_grad_()
+    for given in (x, shifted, x):
+        path.check(given, w, target, kw, schedule=schedule)
+
+
+def test_saved_targets_of_another_dtype(path):
+    x, w, target, _ = path.case()
+    want = torch.autograd.grad(path.call(x, w, target), [x, w])
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.int() if t.dtype == torch.int64 else t, lambda t: t):
+        loss = path.call(x, w, target, schedule="chunked")
+    for retain_graph in (True, False):  # the second backward pass runs forward again
+        assert all(map(same_bits, torch.autograd.grad(loss, [x, w], retain_graph=retain_graph), want))
+
+
 @pytest.mark.parametrize("shape", [(20,), (4, 5)])
 def test_outputs_may_be_modified(shape, path):
     x, w, target, _ = path.case(m=20)
@@ -395,9 +412,9 @@ def test_pytorchs_sort_gives_the_same_bits(schedule, ignored, request, path):
         return torch.autograd.grad(loss, [x, w])
 
     presorted, launch = [], path.kernels.launch
-    path.kernels.launch = lambda args, kind, *shared, **fields: (
-        presorted.append(args.index is not None) if kind is LceSortProblem else None,
-        launch(args, kind, *shared, **fields),
+    path.kernels.launch = lambda args, *problem: (
+        presorted.append(args.index is not None) if isinstance(args, SortArgs) else None,
+        launch(args, *problem),
     )
     want = step()
     request.getfixturevalue("few_rows_counted")

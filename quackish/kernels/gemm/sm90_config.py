@@ -77,9 +77,9 @@ class GemmConfig:
 
         With fewer live rows, the kernel makes no more splits than fit.
         """
-        tiles = -(-m // self.cluster_rows) * -(-n // self.cluster_columns)
-        splits = max(clusters, num_tail_splits(tiles, -(-k // TILE_K), clusters))
-        return splits, splits * self.cluster_rows * self.cluster_columns
+        rows, columns = self.cluster_rows, self.cluster_columns
+        splits = max(clusters, num_tail_splits(-(-m // rows) * -(-n // columns), -(-k // TILE_K), clusters))
+        return splits, splits * rows * columns
 
 
 # Split-K in the tail -------------------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ layout.py      schedule, rows per chunk, and which buffers share storage, by rul
 portable.py    plain PyTorch on any device, one chunk of logits at a time
 row_state.py   the numbers per row that forward keeps for backward
 
-kernels/, row_problems.py and gemm_problems.py have the kernels; sharded/ is the vocabulary-parallel form.
+kernels/, row_problems.py and gemm_problems.py have the kernels, and launch_problems.py has the problems of launches.
+sharded/ is the vocabulary-parallel form.
 
 dry_run.py     runs a call on meta tensors, with kernels that do nothing
 warm_up.py     compiles all kernels of a call in parallel before its first launch

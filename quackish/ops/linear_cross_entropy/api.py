@@ -18,7 +18,7 @@ from quackish.device.modes import (
 )
 from quackish.errors import UnsupportedError, check_bool
 from quackish.ops.linear_cross_entropy import memory, operators, portable
-from quackish.ops.linear_cross_entropy.calls import Call, LossPlan, grads_needed, requires_grad
+from quackish.ops.linear_cross_entropy.calls import Call, LossPlan, grads_needed, problem_fields, requires_grad
 from quackish.ops.linear_cross_entropy.checks import (
     FP32,
     Inputs,
@@ -289,8 +289,8 @@ def call_for(inputs: Inputs, options: Options) -> Call:
         call = make_call(inputs, options, eager=True)
         if call.kernels is not None:
             prepare(call)
-        _, *fields = call
-        found = tuple(fields)
+            call = call._replace(fields=problem_fields(inputs, call.plan))
+        found = call[1:]
         if key is not None:
             found = _calls.setdefault(key, found)  # of threads that race, the first one's
     return Call(inputs, *found)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quackish.device.arguments import by_name
-from quackish.device.cuda import address, dtype_of
+from quackish.device.cuda import address
 from quackish.device.kernel_device import KernelDevice
 from quackish.device.modes import check_memory
 from quackish.ops.linear_cross_entropy import row_state
@@ -105,6 +105,22 @@ class Grads(NamedTuple):
         return Grads(*(theirs if ours is None else ours for ours, theirs in zip(self, other, strict=True)))
 
 
+class ProblemFields(NamedTuple):
+    """Fields that problems of several kernels have, with the same value in all launches of a call."""
+
+    h: int
+    dtype: torch.dtype
+    target_dtype: torch.dtype
+    bias_dtype: torch.dtype | None
+    class_weight_dtype: torch.dtype | None
+    softcap: bool
+    smoothing: bool
+    weighted: bool
+    logit_scale: bool
+    return_stats: bool
+    x_aligned: bool  # each row of x starts on 16 bytes
+
+
 class Call(NamedTuple):
     """A call from the public function to the kernels or the portable path; of forward or backward."""
 
@@ -116,6 +132,7 @@ class Call(NamedTuple):
     return_lse: bool
     eager: bool  # kernels are launched directly; else by a custom operator, which returns all that backward needs
     grad_outputs: GradOutputs = NO_GRADS  # of forward, which computes gradients for a loss's gradient of 1
+    fields: ProblemFields | None = None  # `problem_fields`, if they are already known
 
     def num_outputs(self) -> int:  # PyTorch 2.9 cannot trace a property of a NamedTuple
         """How many of `Outputs` are returned."""
@@ -229,13 +246,14 @@ class ExpLogits(NamedTuple):
 
     def args(self) -> ExpLogitsArgs:
         first, second = self.first, self.second
-        return by_name(ExpLogitsArgs)(
-            first=first.data_ptr(), second=address(second), first_stride=first.stride(0),
-            second_stride=0 if second is None else second.stride(0), split=self.split,
+        return _exp_logits_args(
+            first=first.data_ptr(), second=address(second), first_stride=first.stride()[0],
+            second_stride=0 if second is None else second.stride()[0], split=self.split,
         )  # fmt: skip
 
 
 NOT_STORED = ExpLogits(None)
+_exp_logits_args = by_name(ExpLogitsArgs)
 
 
 # PyTorch's allocator returns the same addresses in each step.
@@ -270,22 +288,6 @@ class RowState(NamedTuple):
 
 
 # Calls on kernels -----------------------------------------------------------------------------------------------------
-
-
-class ProblemFields(NamedTuple):
-    """Fields that problems of several kernels have, with the same value in all launches of a call."""
-
-    h: int
-    dtype: torch.dtype
-    target_dtype: torch.dtype
-    bias_dtype: torch.dtype | None
-    class_weight_dtype: torch.dtype | None
-    softcap: bool
-    smoothing: bool
-    weighted: bool
-    logit_scale: bool
-    return_stats: bool
-    x_aligned: bool
 
 
 class KernelCall(NamedTuple):
@@ -326,42 +328,56 @@ def prepare(call: Call, state: RowState | None = None) -> KernelCall:
 
     state: in backward, forward's.
     """
-    inputs, plan, kernels = call.inputs, call.plan, call.kernels
-    (x, w, bias), target, class_weight = inputs.parameters(), inputs.target, inputs.weight
-    logit_scale, num_items, dtype, (v, h) = inputs.logit_scale, inputs.num_items, plan.compute_dtype, w.shape
-    check_memory(
-        "linear_cross_entropy", input=x, linear_weight=w, linear_bias=bias, target=target, weight=class_weight,
-        logit_scale=logit_scale, num_items=num_items if isinstance(num_items, Tensor) else None,
-    )  # fmt: skip
+    plan, kernels, dtype = call.plan, call.kernels, call.plan.compute_dtype
+    x, w, target, bias, class_weight, logit_scale, num_items, dw_out = call.inputs
+    v, h = w.shape
+    has_options = not (bias is class_weight is logit_scale is num_items is None)
+    if has_options or not (x.data_ptr() and w.data_ptr() and target.data_ptr()):
+        check_memory(
+            "linear_cross_entropy", input=x, linear_weight=w, linear_bias=bias, target=target, weight=class_weight,
+            logit_scale=logit_scale, num_items=num_items if isinstance(num_items, Tensor) else None,
+        )  # fmt: skip
     if x.dim() != 2:
         x = x.reshape(-1, h)
     if x.dtype != dtype:
         x = x.to(dtype)
-    if x.stride(1) != 1:
+    if x.stride()[1] != 1:
         x = x.contiguous()
     # a single class is contiguous with any stride
-    if w.dtype != dtype or not w.is_contiguous() or w.stride(0) != h or w.data_ptr() % 16:
+    if w.dtype != dtype or not w.is_contiguous() or w.stride()[0] != h or w.data_ptr() % 16:
         w = w.new_empty(w.shape, dtype=dtype).copy_(w)
+    fields, total_weight = call.fields or problem_fields(call.inputs, plan), None
     if bias is not None:
-        bias = (bias if bias.dtype in (dtype, torch.float32) else bias.to(torch.float32)).contiguous()
-    total_weight = None
+        bias = (bias if bias.dtype == fields.bias_dtype else bias.to(fields.bias_dtype)).contiguous()
     if class_weight is not None:
         class_weight = class_weight.to(torch.float32).contiguous()
-        if plan.label_smoothing:
+        if fields.smoothing:
             total_weight = class_weight.sum()
     if target.dim() != 1 or not target.is_contiguous():
         target = target.reshape(-1).contiguous()
-    m, device, smoothing = x.shape[0], kernels.device, plan.label_smoothing > 0
-    fields = by_name(ProblemFields)(
-        h=h, dtype=dtype, target_dtype=target.dtype, bias_dtype=dtype_of(bias),
-        class_weight_dtype=dtype_of(class_weight), softcap=plan.softcap is not None, smoothing=smoothing,
-        weighted=smoothing and class_weight is not None, logit_scale=logit_scale is not None,
-        return_stats=plan.return_stats, x_aligned=not (x.data_ptr() | x.stride(0) * 2) & 15,  # each row on 16 bytes
-    )  # fmt: skip
-    return by_name(KernelCall)(
-        kernels, device, plan, state or RowState.new(device, m, plan.return_stats), m, h, v, x, w, target, bias=bias,
-        class_weight=class_weight, total_weight=total_weight, num_items=num_items, softcap=plan.softcap or 0.0,
-        logit_scale=logit_scale, dw_out=inputs.grad_weight_out, fields=fields, grad_outputs=_prepare_grads(call),
+    is_aligned = not (x.data_ptr() | x.stride()[0] * 2) & 15
+    if not is_aligned or target.dtype != fields.target_dtype:  # a saved-tensor hook may have changed the dtype
+        fields = fields._replace(x_aligned=is_aligned, target_dtype=target.dtype)
+    m, device = x.shape[0], kernels.device
+    return _kernel_call((
+        kernels, device, plan, state or RowState.new(device, m, plan.return_stats), m, h, v, x, w, target, bias,
+        class_weight, total_weight, num_items, plan.softcap or 0.0, logit_scale, dw_out, fields, _prepare_grads(call),
+    ))  # fmt: skip
+
+
+_kernel_call = KernelCall._make
+
+
+def problem_fields(inputs: Inputs, plan: LossPlan) -> ProblemFields:
+    """The fields of a call whose rows of x start on 16 bytes."""
+    dtype, bias, weighted = plan.compute_dtype, inputs.linear_bias, inputs.weight is not None
+    smoothing = plan.label_smoothing > 0
+    return ProblemFields(
+        h=inputs.linear_weight.shape[1], dtype=dtype, target_dtype=inputs.target.dtype,
+        bias_dtype=None if bias is None else dtype if bias.dtype == dtype else torch.float32,
+        class_weight_dtype=torch.float32 if weighted else None, softcap=plan.softcap is not None, smoothing=smoothing,
+        weighted=smoothing and weighted, logit_scale=inputs.logit_scale is not None, return_stats=plan.return_stats,
+        x_aligned=True,
     )  # fmt: skip
 
 

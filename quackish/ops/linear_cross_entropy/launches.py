@@ -8,7 +8,6 @@ Matrices are passed as tensors, vectors of rows and single numbers as addresses.
 Those with h or v columns are aligned to 16 bytes; h is a multiple of 8. None of this is checked here.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -16,14 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quackish.device import choose, cuda
+from quackish.device import choose
 from quackish.device.arguments import by_name
 from quackish.device.cuda import address, dtype_of
 from quackish.device.kernel_device import KernelDevice
 from quackish.device.kernel_for import CompiledKernel
 from quackish.device.modes import check_memory
-from quackish.kernels.gemm.problem import NUM_TICKETS, EpilogueSpec, GemmArgs, ScaledArgs, Store, TailArgs
+from quackish.kernels.gemm.problem import NUM_TICKETS, GemmArgs, ScaledArgs, TailArgs
 from quackish.kernels.gemm.sm90_config import splits_tails
+from quackish.ops.linear_cross_entropy import launch_problems as problems
 from quackish.ops.linear_cross_entropy.calls import (
     F32,
     I32,
@@ -40,15 +40,10 @@ from quackish.ops.linear_cross_entropy.calls import (
 )
 from quackish.ops.linear_cross_entropy.gemm_problems import (
     SOFTMAX_TILE_N,
-    Dlogits,
     DlogitsArgs,
-    LceGemmProblem,
     ResidualArgs,
-    RowsOut,
     RowsOutArgs,
-    Softmax,
     SoftmaxArgs,
-    StoreWithResidual,
 )
 from quackish.ops.linear_cross_entropy.layout import Layout
 from quackish.ops.linear_cross_entropy.row_problems import (
@@ -58,12 +53,6 @@ from quackish.ops.linear_cross_entropy.row_problems import (
     CompactArgs,
     GatherArgs,
     GradsArgs,
-    LceBiasProblem,
-    LceCompactProblem,
-    LceGatherProblem,
-    LceRowsProblem,
-    LceSortProblem,
-    LceTargetsProblem,
     LossArgs,
     RowsArgs,
     SortArgs,
@@ -75,40 +64,23 @@ from quackish.ops.shared.problems import splits_dw_tail
 
 Loop = Callable[[Sequence[Any]], Iterator[Any]]
 
-
-class _Product(NamedTuple):
-    """Fields of LceGemmProblem."""
-
-    a_major: str = "k"
-    b_major: str = "n"
-    live: str = "m"
+_gemm_args, _tail_args, _residual_args = by_name(GemmArgs), by_name(TailArgs), by_name(ResidualArgs)
+_softmax_args, _dlogits_args, _rows_out_args = by_name(SoftmaxArgs), by_name(DlogitsArgs), by_name(RowsOutArgs)
+_compact_args, _gather_args, _bias_args = by_name(CompactArgs), by_name(GatherArgs), by_name(BiasArgs)
+_rows_args, _loss_args, _stats_args, _grads_args = map(by_name, (RowsArgs, LossArgs, StatsArgs, GradsArgs))
+_sort_args, _targets_args = by_name(SortArgs), by_name(TargetsArgs)
 
 
-_DX, _DW = _Product(), _Product(a_major="m", live="k")
-_ROWS_OUT, _WITH_RESIDUAL = RowsOut(), StoreWithResidual()
-_store = functools.cache(Store)
+class _Gemm(NamedTuple):
+    """A kernel, and arguments that depend on sizes only."""
 
-
-@functools.lru_cache(maxsize=1024)
-def _softmax(shared: ProblemFields) -> tuple[Softmax, Softmax]:
-    """The epilogues of the two launches of the logits."""
-    return made(Softmax, shared, {}), made(Softmax, shared, {"recompute_flagged": True})
-
-
-@functools.lru_cache(maxsize=1024)
-def _dlogits(shared: ProblemFields, entropy: bool) -> Dlogits:
-    return made(Dlogits, shared, {"entropy": entropy})
-
-
-def made(kind: type, shared: Any, fields: dict[str, Any]) -> Any:
-    """A dataclass of class `kind` with these fields, and with its other fields that `shared` has.
-
-    torch dtypes become their names.
-    """
-    if shared is not None:
-        names = {field.name for field in dataclasses.fields(kind)}
-        fields = {name: value for name, value in shared._asdict().items() if name in names} | fields
-    return kind(**{name: cuda.name_of(f) if isinstance(f, torch.dtype) else f for name, f in fields.items()})
+    launch: Callable[..., None]
+    m: int
+    n: int
+    k: int
+    max_clusters: int
+    max_splits: int = 0
+    floats: int = 0  # of scratch, with split_k_tail
 
 
 class LceKernels:
@@ -125,25 +97,29 @@ class LceKernels:
         """loop: the iterations of a loop that are run. A dry run needs only some."""
         self.device, self.gpu, self.stream, self.loop = device, device.gpu, device.stream, loop
         self.scale = launches_of(device).scale
-        # the epoch of tuned configs, and the kernels chosen in it
-        self._kernels: tuple[int, dict[tuple, CompiledKernel]] = choose.epoch, {}
+        self._kernel = functools.lru_cache(maxsize=1024)(self._find_kernel)
+        self._gemm = functools.lru_cache(maxsize=1024)(self._find_gemm)
 
-    def kernel(self, kind: type, shared: Any, fields: dict[str, Any]) -> CompiledKernel:
-        """The kernel for the problem of class `kind` with these fields, which override `shared`: see `made`."""
-        epoch, kernels = self._kernels
-        if epoch != choose.epoch:
-            _, kernels = self._kernels = choose.epoch, {}
-        key = kind, shared, *fields, *fields.values()
-        kernel = kernels.get(key)
-        if kernel is None:  # if the epoch changes now, this dictionary is dropped
-            kernel = kernels[key] = self.device.kernel_for(made(kind, shared, fields), self.gpu)
-        return kernel
+    def _find_kernel(self, epoch: int, make: Callable[..., Any], *values: Any) -> CompiledKernel:
+        """The kernel for the problem make(*values), see launch_problems.py. epoch: `choose.epoch`."""
+        return self.device.kernel_for(make(*values), self.gpu)
 
-    def launch(self, args: tuple, kind: type, shared: Any = None, **fields: Any) -> None:
-        self.kernel(kind, shared, fields).launch(args, self.stream())
+    def _find_gemm(
+        self, epoch: int, m: int, n: int, k: int, split_tail: bool, make: Callable[..., Any], *values: Any
+    ) -> _Gemm:
+        """The kernel for the problem make(*values), on m, n and k of GemmArgs. split_tail: its `split_k_tail`."""
+        launch, config = self._kernel(epoch, make, *values)
+        clusters = config.max_clusters(self.gpu.sm_count)
+        return _Gemm(launch, m, n, k, clusters, *(config.tail_room(m, n, k, clusters) if split_tail else ()))
+
+    def launch(self, args: tuple, make: Callable[..., Any], *values: Any) -> None:
+        """Launches the kernel for the problem make(*values): see `_find_kernel`."""
+        self._kernel(choose.epoch, make, *values).launch(args, self.stream())
 
     def ranges(self, n: int, size: int) -> Iterator[tuple[int, int]]:
         """(start, size) of consecutive ranges that cover range(n); only the last may be smaller than `size`."""
+        if 0 < n <= size:  # the usual case
+            return iter(((0, n),))
         return ((start, min(size, n - start)) for start in self.loop(range(0, n, size)))
 
     def compact(
@@ -162,17 +138,11 @@ class LceKernels:
             divisor, items = "float", float(num_items)
         if divisor != "weights":
             class_weight = None
-        args = by_name(CompactArgs)(
+        args = _compact_args(
             state=state.address, target=target.data_ptr(), class_weight=address(class_weight),
             num_items_at=address(items_tensor), num_items=items, ignore_index=ignore_index, v=v, m=state.m,
         )  # fmt: skip
-        self.launch(
-            args,
-            LceCompactProblem,
-            target_dtype=target.dtype,
-            class_weight_dtype=dtype_of(class_weight),
-            divisor=divisor,
-        )
+        self.launch(args, problems.compact, target.dtype, dtype_of(class_weight), divisor)
 
     # GEMMs
 
@@ -190,28 +160,22 @@ class LceKernels:
         recomputes flagged tiles with row_max_bits as the shift; it returns at once if there are none.
         """
         (v, h), rows = w.shape, live_x.shape[0]
-        first, again = _softmax(shared)
-        fields = dict(
-            epilogue=first, dtype=shared.dtype, out_dtype=dtype_of(out.first), d_in_two=out.second is not None
-        )
-        kernel = self.kernel(LceGemmProblem, None, fields)
-        args = self._multiply(
-            kernel, live_x, w, out.first, rows, v, h, state, start, epilogue, second=out.second, split=out.split
-        )
-        kernel = self.kernel(LceGemmProblem, None, fields | dict(epilogue=again))
-        clusters = kernel.config.max_clusters(self.gpu.sm_count)
-        args = args if clusters == args.max_clusters else args._replace(max_clusters=clusters)
-        kernel.launch(args, self.stream())
+        values = shared, dtype_of(out.first), out.second is not None
+        gemm = self._gemm(choose.epoch, rows, v, h, False, problems.logits, *values, False)
+        args = self._multiply(gemm, live_x, w, out.first, state, start, epilogue, out.second, out.split)
+        gemm = self._gemm(choose.epoch, rows, v, h, False, problems.logits, *values, True)  # recompute_flagged
+        if gemm.max_clusters != args.max_clusters:
+            args = args._replace(max_clusters=gemm.max_clusters)
+        gemm.launch(args, self.stream())
 
     def dlogits(
         self, live_x: Tensor, w: Tensor, out: Tensor, epilogue: DlogitsArgs, shared: ProblemFields, state: RowState,
         start: int,
     ) -> None:  # fmt: skip
         """out (rows, n) = dlogits of the n classes of w: see kernels/epilogue_dlogits.py."""
-        fields = dict(epilogue=_dlogits(shared, epilogue.coef_entropy is not None), dtype=shared.dtype)
-        kernel = self.kernel(LceGemmProblem, None, fields | dict(out_dtype=out.dtype))
-        (n, h), rows = w.shape, live_x.shape[0]
-        self._multiply(kernel, live_x, w, out, rows, n, h, state, start, epilogue)
+        (n, h), rows, entropy = w.shape, live_x.shape[0], epilogue.coef_entropy is not None
+        gemm = self._gemm(choose.epoch, rows, n, h, False, problems.dlogits, shared, out.dtype, entropy)
+        self._multiply(gemm, live_x, w, out, state, start, epilogue)
 
     def dx(
         self,
@@ -229,17 +193,12 @@ class LceKernels:
         Without one, all rows of the last live row's tile are written. `split_tail` splits the tiles of a partly filled
         last wave along the classes, which takes 17 MB of scratch, or 69 MB for deep tiles.
         """
-        split_tail = split_tail and splits_tails(self.gpu)
-        spec: EpilogueSpec = _ROWS_OUT if epilogue is not None else _store(accumulate=accumulate)
-        kernel = self.kernel(LceGemmProblem, _DX, dict(
-            epilogue=spec, dtype=e.first.dtype, out_dtype=out.dtype, a_in_two=e.second is not None,
-            split_k_tail=split_tail,
-        ))  # fmt: skip
-        (n, h), rows = w.shape, e.first.shape[0]
-        self._multiply(
-            kernel, e.first, w, out, rows, h, n, state, start, epilogue, split_tail,
-            second=e.second, split=e.split,
+        (n, h), rows, split_tail = w.shape, e.first.shape[0], split_tail and splits_tails(self.gpu)
+        gemm = self._gemm(
+            choose.epoch, rows, h, n, split_tail, problems.dx, e.first.dtype, out.dtype, e.second is not None,
+            split_tail, epilogue is not None, accumulate,
         )  # fmt: skip
+        self._multiply(gemm, e.first, w, out, state, start, epilogue, e.second, e.split)
 
     def dw(
         self,
@@ -256,33 +215,29 @@ class LceKernels:
         """out = (+= with `accumulate`) factor * e.T @ scaled_x. `residual` keeps what rounding out drops."""
         (rows, h), n = scaled_x.shape, e.shape[1]
         split_tail = split_tail and splits_dw_tail(n, h, self.gpu)
-        spec: EpilogueSpec = _WITH_RESIDUAL
-        if residual is None:
-            spec = _store(scaled=factor is not None, accumulate=accumulate)
-        kernel = self.kernel(LceGemmProblem, _DW, dict(
-            epilogue=spec, dtype=e.dtype, out_dtype=out.dtype, split_k_tail=split_tail
-        ))  # fmt: skip
-        epilogue = residual if factor is None else by_name(ScaledArgs)(factor=factor.data_ptr())
-        self._multiply(kernel, e, scaled_x, out, n, h, rows, state, start, epilogue, split_tail)
+        gemm = self._gemm(
+            choose.epoch, n, h, rows, split_tail, problems.dw, e.dtype, out.dtype, split_tail, residual is not None,
+            factor is not None, accumulate,
+        )  # fmt: skip
+        epilogue = residual if factor is None else ScaledArgs(factor.data_ptr())
+        self._multiply(gemm, e, scaled_x, out, state, start, epilogue)
 
     def _multiply(
-        self, kernel: CompiledKernel, a: Tensor, b: Tensor, d: Tensor | None, m: int, n: int, k: int, state: RowState,
-        start: int, epilogue: tuple | None, split_tail: bool = False, *, second: Tensor | None = None, split: int = 0,
+        self, gemm: _Gemm, a: Tensor, b: Tensor, d: Tensor | None, state: RowState, start: int,
+        epilogue: tuple | None, second: Tensor | None = None, split: int = 0,
     ) -> GemmArgs:  # fmt: skip
         """Launches a GEMM. Arguments and result are those of GemmArgs."""
-        parts, clusters, tail = state.parts, kernel.config.max_clusters(self.gpu.sm_count), None
-        if split_tail:
-            splits, floats = kernel.config.tail_room(m, n, k, clusters)
+        (launch, m, n, k, clusters, splits, floats), parts, tail = gemm, state.parts, None
+        if floats:
             partials = self.device.vector(floats, F32)
-            tail = by_name(TailArgs)(partials=partials.data_ptr(), tickets=parts.tickets, max_splits=splits)
-        args = by_name(GemmArgs)(
+            tail = _tail_args(partials.data_ptr(), parts.tickets, splits)
+        args = _gemm_args(  # by position: 18 keywords take 1 us more
             a.data_ptr(), address(second), b.data_ptr(), address(d), epilogue, tail,
-            ticket=parts.tickets + 4 * (NUM_TICKETS - 1), num_live=parts.num_live, m=m, n=n, k=k,
-            split=0 if second is None else split, start=start, a_stride=a.stride(0),
-            second_stride=0 if second is None else second.stride(0), b_stride=b.stride(0),
-            d_stride=0 if d is None else d.stride(0), max_clusters=clusters,
+            parts.tickets + 4 * (NUM_TICKETS - 1), parts.num_live, m, n, k, 0 if second is None else split, start,
+            a.stride()[0], 0 if second is None else second.stride()[0], b.stride()[0],
+            0 if d is None else d.stride()[0], clusters,
         )  # fmt: skip
-        kernel.launch(args, self.stream())
+        launch(args, self.stream())
         return args
 
 
@@ -346,7 +301,7 @@ def compute_loss(
         argmax_bits=device.vector(rows, torch.int64) if plan.return_stats else None,
     )
     gather(call, chunk, loss, dx, sums.argmax_bits)
-    epilogue = by_name(SoftmaxArgs)(
+    epilogue = _softmax_args(
         bias=address(call.bias), class_weight=address(call.class_weight) if smoothing else None,
         row_shift=parts.row_shift + offset, slot_target=parts.slot_target + offset,
         row_max_bits=parts.row_max_bits + offset, flags=parts.flags, part_sum=sums.part_sum.data_ptr(),
@@ -359,25 +314,23 @@ def compute_loss(
 
 def gather(call: KernelCall, chunk: Chunk, loss: Tensor, dx: Tensor | None, argmax_bits: Tensor | None) -> None:
     x = call.x
-    args = by_name(GatherArgs)(
+    args = _gather_args(
         state=call.state.address, x=x.data_ptr(), live_x=chunk.live_x.data_ptr(), w=call.w.data_ptr(),
         bias=address(call.bias), target=call.target.data_ptr(), dx=address(dx), loss=loss.data_ptr(),
-        argmax_bits=address(argmax_bits), x_stride=x.stride(0), softcap=call.softcap, m=call.m, start=chunk.start,
+        argmax_bits=address(argmax_bits), x_stride=x.stride()[0], softcap=call.softcap, m=call.m, start=chunk.start,
         rows=chunk.rows, v=call.v,
     )  # fmt: skip
-    call.kernels.launch(args, LceGatherProblem, call.fields, dx_dtype=dtype_of(dx))
+    call.kernels.launch(args, problems.gather, call.fields, dtype_of(dx))
 
 
 def regather_live_x(call: KernelCall, start: int, live_x: Tensor) -> None:
     """Gathers the rows of x of slots `start` and up into live_x."""
     x = call.x
-    args = by_name(GatherArgs)(
+    args = _gather_args(
         state=call.state.address, x=x.data_ptr(), live_x=live_x.data_ptr(), x_stride=x.stride(0), softcap=0.0,
         m=call.m, start=start, rows=live_x.shape[0], v=call.v,
     )  # fmt: skip
-    call.kernels.launch(
-        args, LceGatherProblem, h=call.h, dtype=x.dtype, only_live_x=True, x_aligned=call.fields.x_aligned
-    )
+    call.kernels.launch(args, problems.regather, call.h, x.dtype, call.fields.x_aligned)
 
 
 def launch_rows(
@@ -392,38 +345,33 @@ def launch_rows(
     coefs: the coefficients of dlogits, and coef_entropy if the entropy has a gradient.
     """
     plan, state, grads, stats_args, grads_args = call.plan, call.state, call.grad_outputs, None, None
-    options = by_name(LossArgs)(
+    options = _loss_args(
         class_weight=address(call.class_weight), total_weight=address(call.total_weight),
         logit_scale=address(call.logit_scale), softcap=call.softcap, z_loss=plan.z_loss,
         label_smoothing=plan.label_smoothing, inv_divisor=state.parts.inv_divisor,
     )  # fmt: skip
     if sums is not None:
-        stats_args = by_name(StatsArgs)(
+        stats_args = _stats_args(
             part_sum=sums.part_sum.data_ptr(), part_wsum=address(sums.part_wsum), part_elog=address(sums.part_elog),
             argmax_bits=address(sums.argmax_bits), loss=loss.data_ptr(),
         )  # fmt: skip
     if grads.loss is not None:
-        grads_args = by_name(GradsArgs)(
+        grads_args = _grads_args(
             loss=grads.loss.data_ptr(), lse=address(grads.lse), log_prob=address(grads.log_prob),
             entropy=address(grads.entropy),
         )  # fmt: skip
-    args = by_name(RowsArgs)(
+    args = _rows_args(
         state=state.address, options=options, stats=stats_args, grads=grads_args,
         exp_logits=chunk.exp_logits.args() if scale else None,
         live_x=None if scaled_x is None else chunk.live_x.data_ptr(), scaled_x=address(scaled_x), coefs=address(coefs),
         coef_entropy=address(coef_entropy), first_slot_of_class=address(first_slots), v=call.v,
         tiles=0 if sums is None else sums.part_sum.shape[1], m=call.m, start=chunk.start, rows=chunk.rows,
     )  # fmt: skip
-    fields, scales_x = call.fields, scaled_x is not None
     call.kernels.launch(
-        args, LceRowsProblem, fields, stats=sums is not None,
-        grads="scale" if scale else "none" if coefs is None else "coefs", h=call.h if scales_x else 0,
-        dtype=fields.dtype if scales_x else None, label_smoothing=fields.smoothing, softcap=scale and fields.softcap,
-        exp_logits_split=scale and chunk.exp_logits.second is not None, first_slot_of_class=first_slots is not None,
-        return_stats=sums is not None and fields.return_stats,
-        grad_loss="one" if grads.loss is None else "rows" if grads.loss.dim() else "scalar",
-        grad_lse=grads.lse is not None, grad_log_prob=grads.log_prob is not None,
-        grad_entropy=coef_entropy is not None,
+        args, problems.rows, call.fields, sums is not None, scale, coefs is not None, scaled_x is not None,
+        scale and chunk.exp_logits.second is not None, first_slots is not None,
+        "one" if grads.loss is None else "rows" if grads.loss.dim() else "scalar",
+        grads.lse is not None, grads.log_prob is not None, coef_entropy is not None,
     )  # fmt: skip
 
 
@@ -441,7 +389,7 @@ def compute_coefs(call: KernelCall) -> Coefs:
 def compute_dlogits(call: KernelCall, start: int, live_x: Tensor, coefs: Coefs, v0: int, v1: int, out: Tensor) -> None:
     """out = dlogits of classes [v0, v1) for the rows of live_x, which are the slots from `start` on."""
     bias, (coefs, coef_entropy) = call.bias, coefs
-    epilogue = by_name(DlogitsArgs)(
+    epilogue = _dlogits_args(
         bias=None if bias is None else bias.data_ptr() + bias.itemsize * v0,
         class_weight=address(call.class_weight) if call.plan.label_smoothing > 0 else None,
         coefs=coefs.data_ptr() + 16 * start, slot_target=call.state.parts.slot_target + 4 * start,
@@ -465,7 +413,7 @@ def compute_grads(
     state, exp_logits, (dx, dw, db) = call.state, chunk.exp_logits, grads
     row_scale = state.parts.row_scale + 4 * chunk.start
     if dx is not None:
-        epilogue = by_name(RowsOutArgs)(row_scale=row_scale, order=state.parts.order)
+        epilogue = _rows_out_args(row_scale=row_scale, order=state.parts.order)
         call.kernels.dx(exp_logits, call.w, state, chunk.start, dx, False, split_tail, epilogue)
     if db is not None:
         for block, v0, v1 in exp_logits.blocks(call.v):
@@ -477,18 +425,11 @@ def compute_grads(
 def compute_db(call: KernelCall, block: Tensor, row_scale: int | None, start: int, db: Tensor) -> None:
     """db = (+= after the first chunk) the sum of row_scale * block over live rows."""
     n = db.shape[0]
-    args = by_name(BiasArgs)(
+    args = _bias_args(
         exp_logits=block.data_ptr(), row_scale=row_scale, db=db.data_ptr(), num_live=call.state.parts.num_live,
         exp_logits_stride=block.stride(0), start=start, rows=block.shape[0], n=n,
     )  # fmt: skip
-    call.kernels.launch(
-        args,
-        LceBiasProblem,
-        dtype=block.dtype,
-        row_scale=row_scale is not None,
-        accumulate=start > 0,
-        wide=n >= WIDE_BIAS,
-    )
+    call.kernels.launch(args, problems.bias, block.dtype, row_scale is not None, start > 0, n >= WIDE_BIAS)
 
 
 def _compute_dw(call: KernelCall, chunk: Chunk, scaled_x: Tensor, dw: Tensor, first_slots: Tensor | None) -> None:
@@ -504,7 +445,7 @@ def _compute_dw(call: KernelCall, chunk: Chunk, scaled_x: Tensor, dw: Tensor, fi
         residual = call.device.matrix(chunk.rows, h, torch.int16)
     for block, v0, v1 in chunk.exp_logits.blocks(v):
         if residual is not None:
-            kept = by_name(ResidualArgs)(
+            kept = _residual_args(
                 first_slot_of_class=first_slots.data_ptr() + 4 * v0, rounding_residual=residual.data_ptr()
             )
         out = row_slice(dw, v0, v1)
@@ -530,14 +471,11 @@ def extract_targets(call: KernelCall, chunk: Chunk, v: int, first_slots: Tensor 
     if n > MOST_ROWS_COUNTED:
         classes = state.tensor("slot_target")[chunk.start : chunk.start + n]
         index = order_by_class(classes, state.tensor("num_live", 1), chunk.start)
-    args = by_name(SortArgs)(
+    args = _sort_args(
         state=state.address, exp_logits=exp_logits.args(), first_slot_of_class=address(first_slots),
         index=address(index), v=v, m=call.m, start=chunk.start, rows=n,
     )  # fmt: skip
-    call.kernels.launch(
-        args, LceSortProblem, exp_logits_split=exp_logits.second is not None,
-        first_slot_of_class=first_slots is not None, presorted=index is not None,
-    )  # fmt: skip
+    call.kernels.launch(args, problems.sort, exp_logits.second is not None, first_slots is not None, index is not None)
 
 
 def order_by_class(classes: Tensor, num_live: Tensor, start: int) -> Tensor:
@@ -553,14 +491,11 @@ def add_targets(call: KernelCall, chunk: Chunk, dw: Tensor, v0: int, residual: T
     The previous launch may write dw and the residual, but no other argument.
     """
     x = call.x
-    args = by_name(TargetsArgs)(
+    args = _targets_args(
         state=call.state.address, x=x.data_ptr(), dw=dw.data_ptr(), rounding_residual=address(residual),
         x_stride=x.stride(0), v0=v0, v1=v0 + dw.shape[0], m=call.m, start=chunk.start, rows=chunk.rows,
     )  # fmt: skip
-    call.kernels.launch(
-        args, LceTargetsProblem, h=call.h, dtype=x.dtype, dw_dtype=dw.dtype, x_aligned=call.fields.x_aligned,
-        rounding_residual=residual is not None,
-    )  # fmt: skip
+    call.kernels.launch(args, problems.targets, call.h, x.dtype, dw.dtype, call.fields.x_aligned, residual is not None)
 
 
 def add_to_dw_out(

@@ -48,6 +48,7 @@ from torch import Tensor
 
 from quackish.device.arguments import by_name
 from quackish.kernels.gemm.problem import NUM_TICKETS
+from quackish.ops.linear_cross_entropy import launch_problems
 from quackish.ops.linear_cross_entropy.calls import (
     F32,
     NO_GRADS,
@@ -88,7 +89,7 @@ from quackish.ops.linear_cross_entropy.launches import (
     start_forward,
 )
 from quackish.ops.linear_cross_entropy.layout import Layout, choose_layout
-from quackish.ops.linear_cross_entropy.row_problems import NO_SLOT, LceScatterProblem, ScatterArgs
+from quackish.ops.linear_cross_entropy.row_problems import NO_SLOT, ScatterArgs
 from quackish.ops.operator import is_graph_kept
 
 # Dispatch -------------------------------------------------------------------------------------------------------------
@@ -337,7 +338,7 @@ def recompute_backward(
         args = by_name(ScatterArgs)(
             state=state.address, acc=acc.data_ptr(), dx=dx.data_ptr(), m=call.m, start=start, rows=m
         )
-        kernels.launch(args, LceScatterProblem, h=h, dx_dtype=dx.dtype)
+        kernels.launch(args, launch_problems.scatter, h, dx.dtype)
     return Grads(dx, dw, db)
 
 

@@ -1,6 +1,7 @@
 """Launches of the kernels that operations share, on the current stream of their device."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from quackish.kernels.gemm.problem import NUM_TICKETS, EpilogueSpec, GemmArgs, S
 from quackish.once import once
 from quackish.ops.shared.problems import ScaleArgs, ScaleProblem, StoreGemmProblem, is_dw_cooperative
 
-_store = functools.cache(Store)
+_store, _scale_args = functools.cache(Store), by_name(ScaleArgs)
 
 
 class SharedLaunches:
@@ -27,6 +28,7 @@ class SharedLaunches:
     def __init__(self, device: KernelDevice):
         self.device, self.gpu, self.stream = device, device.gpu, device.stream
         self._kernel = functools.lru_cache(maxsize=1024)(self._find_kernel)
+        self._scale = functools.lru_cache(maxsize=1024)(self._find_scale)
 
     def logits(self, x: Tensor, w: Tensor, out: Tensor, num_live: Tensor | None = None, start: int = 0) -> None:
         """out (rows, n) = x @ w.T of x (rows, h), w (n, h)."""
@@ -62,13 +64,12 @@ class SharedLaunches:
         n, n2 = out.numel(), 0 if out2 is None else out2.numel()
         if n + n2 == 0:
             return
-        kernel = self._kernel(choose.epoch, ScaleProblem(cuda.name_of(out.dtype)))
-        num_ctas = kernel.config.num_ctas(max(n, n2) * out.itemsize, self.gpu.sm_count)
-        args = by_name(ScaleArgs)(
+        launch, num_ctas = self._scale(choose.epoch, out.dtype, max(n, n2))
+        args = _scale_args(
             out=out.data_ptr(), out2=(out if out2 is None else out2).data_ptr(), factor=factor.data_ptr(), n=n, n2=n2,
             num_ctas=num_ctas,
         )  # fmt: skip
-        kernel.launch(args, self.stream())
+        launch(args, self.stream())
 
     def _multiply(
         self, problem: StoreGemmProblem, a: Tensor, b: Tensor, d: Tensor, sizes: tuple[int, int, int],
@@ -96,6 +97,11 @@ class SharedLaunches:
 
     def _find_kernel(self, epoch: int, problem: Any) -> CompiledKernel:
         return self.device.kernel_for(problem, self.gpu)
+
+    def _find_scale(self, epoch: int, dtype: torch.dtype, n: int) -> tuple[Callable[..., None], int]:
+        """(launch, number of CTAs) of the kernel for n elements."""
+        launch, config = self._kernel(epoch, ScaleProblem(cuda.name_of(dtype)))
+        return launch, config.num_ctas(n * dtype.itemsize, self.gpu.sm_count)
 
 
 def launches_of(device: KernelDevice) -> SharedLaunches:
