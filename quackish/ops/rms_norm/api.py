@@ -101,9 +101,7 @@ def rms_norm(
         or (bias is not None and bias.requires_grad)
         or (residual is not None and residual.requires_grad)
     ):
-        if bias is not None or dweight_out is not None:
-            return apply(x, weight, plan, residual, bias, dweight_out)
-        return apply(x, weight, plan) if residual is None else apply(x, weight, plan, residual)
+        return apply(x, weight, bias, residual, plan, dweight_out)
     y, res, _ = plan.run(x, weight, bias, residual)
     return y if residual is None else (y, res)
 

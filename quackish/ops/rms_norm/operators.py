@@ -20,7 +20,7 @@ from quackish.ops.shared.buffers import check_buffer
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, plan, residual=None, bias=None, dweight_out=None):
+    def forward(ctx, x, weight, bias, residual, plan, dweight_out):
         y, res, rstd = plan.run(x, weight, bias, residual)
         # rstd is internal, so it is an attribute: save_for_backward would cost 0.35 us more. It lives as long as the
         # graph, 4 bytes per row, and saved-tensor hooks do not see it.
@@ -36,7 +36,9 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy, dres=None):
         x, weight = ctx.saved_tensors
-        forward, rstd, given = ctx.plan, ctx.rstd, ctx.needs_input_grad
+        forward, rstd = ctx.plan, ctx.rstd
+        needs = ctx.needs_input_grad[:4]
+        dweight_out = ctx.dweight_out if needs[1] else None
         # Saved-tensor hooks and assignments to .data may change types, dtypes and strides.
         is_unchanged = (
             type(dy) is Tensor and dy.is_contiguous()
@@ -46,27 +48,18 @@ class _RmsNorm(torch.autograd.Function):
                 type(weight) is forward.weight_type and weight.dtype is forward.weight_dtype and weight.is_contiguous()
             ))
         )  # fmt: skip
-        key = choose.epoch, given, dres is None
+        key = choose.epoch, needs, dres is None
         plan = forward.backward.get(key) if is_unchanged else None
-        is_known = not (plan is None or is_grad_enabled() or num_dispatch_modes() or _is_batched(dy, dres))
-        if is_known and len(given) == 3:  # the usual case: see `apply`
-            dx, _, dweight, _ = plan.run(dy, x, weight, rstd, dres)
-            return dx, dweight, None
-        needs_x, needs_weight, _, needs_residual, needs_bias = (given + (False, False))[:5]
-        needs = needs_x, needs_weight, needs_bias, needs_residual
-        dweight_out = ctx.dweight_out if needs_weight else None
-        if is_known:
-            grads = assign_grads(needs_x, needs_residual, *plan.run(dy, x, weight, rstd, dres, dweight_out))
-        else:
+        if plan is None or is_grad_enabled() or num_dispatch_modes() or _is_batched(dy, dres):
             plan, *grads = _gradients(needs, dy, x, weight, rstd, dres, dweight_out, forward)
             if is_unchanged and plan is not None:
                 forward.backward[key] = plan
-        dx, dweight, dbias, dresidual = grads
-        return (dx, dweight, None, dresidual, dbias, None)[: len(given)]
+        else:
+            grads = assign_grads(needs[0], needs[3], *plan.run(dy, x, weight, rstd, dres, dweight_out))
+        return *grads, None, None
 
 
-# (x, weight, plan[, residual[, bias, dweight_out]]) -> y, or (y, res) with a residual. Each argument takes time.
-apply = fast_apply(_RmsNorm)
+apply = fast_apply(_RmsNorm)  # (x, weight, bias, residual, plan, dweight_out) -> y or (y, res)
 
 
 def _gradients(needs, dy, x, weight, rstd, dres, dweight_out, forward) -> tuple:

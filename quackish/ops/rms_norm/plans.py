@@ -37,8 +37,7 @@ _GRADIENTS = ("dx", "dresidual", "dweight", "dbias")  # of BackwardPlan
 def plan_for(kind: "type[NormPlan]", tensors: tuple, options: tuple) -> "NormPlan | None":
     """Checks the arguments. Returns their plan of class `kind`; None if a tensor subclass needs an operator."""
     try:
-        # numbers are the first options; their types, as 1, 1.0 and True are equal
-        key = [choose.epoch, kind, options, type(options[0]), type(options[1])]
+        key = [choose.epoch, kind, *options, *map(type, options)]  # types, as 1, 1.0 and True are equal
         for t in tensors:
             if t is None:
                 key.append(None)
