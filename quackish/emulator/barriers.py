@@ -20,6 +20,15 @@ class Arrival(NamedTuple):
     epoch: int
     phase: int
     place: Callable[[], Place]
+    # Of a tcgen05.commit with products: the component and epoch of its issue, and the latest epoch with products.
+    issued: tuple[int, int, int] | None
+
+    def is_under_way(self, component: int, seen: np.ndarray) -> bool:
+        """True if only a commit's signal may be late: `seen` has its issue, and the products of its component."""
+        if self.issued is None:
+            return False
+        warp, epoch, products = self.issued
+        return bool(epoch <= seen[warp] and products <= seen[component])
 
 
 class Mbarrier:
@@ -47,9 +56,11 @@ class Mbarrier:
             f"and {self.transactions} bytes pending"
         )
 
-    def arrived_from(self, component: int, epoch: int, place: Callable[[], Place]) -> None:
+    def arrived_from(
+        self, component: int, epoch: int, place: Callable[[], Place], issued: tuple[int, int, int] | None = None
+    ) -> None:
         """Records an arrival from another CTA."""
-        self.remote[component] = Arrival(epoch, self.phase, place)
+        self.remote[component] = Arrival(epoch, self.phase, place, issued)
 
     @property
     def is_unused(self) -> bool:

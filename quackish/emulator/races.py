@@ -340,7 +340,7 @@ class SharedRaces(AsyncRaces):
                 if arrival.phase >= barrier.observed and arrival.epoch > seen[component]:
                     self.races.grid.found(
                         Fault(
-                            "exited-cta",
+                            "exit-before-signal" if arrival.is_under_way(component, seen) else "exited-cta",
                             f"{self.cta} may exit before an arrival of another CTA at its mbarrier, because it has not "
                             f"waited for that phase, and no barrier of the cluster orders them: {barrier}",
                             second=arrival.place(),
@@ -382,6 +382,7 @@ class Races:
         self.grid = grid
         self.events = Events()
         self.groups: dict[Hashable, int] = {}  # owner -> how many groups it has committed
+        self.products: dict[tuple[Any, int], int] = {}  # (CTA, thread) -> the epoch of its latest tcgen05.mma
 
     def advice(self, cluster: Any, warp: int, event: int) -> str:
         """Where a barrier belongs between an event and what a warp does now; "" for asynchronous work."""
@@ -586,6 +587,7 @@ class Races:
     def product_of(self, cta: Any, thread: int) -> tuple[list[int], int, int]:
         """Returns ([warp], component, epoch) of a tcgen05.mma that a thread issues."""
         component, epoch = self.group(cta, ("tcgen05.mma", thread))
+        self.products[cta, thread] = epoch
         warp = self.first_warp(cta) + thread // WARP
         cta.cluster.clocks.products.add(component)
         cta.cluster.clocks.own_tensor_access(warp, component)
@@ -601,7 +603,9 @@ class Races:
     def commit_remotely(self, cta: Any, thread: int, barrier: Any) -> None:
         """Records a tcgen05.commit, before its products are committed, if the mbarrier is in another CTA."""
         if barrier.cta is not cta:
-            barrier.arrived_from(*self.group(cta, ("tcgen05.mma", thread)), self.grid.place())
+            warp, products = self.first_warp(cta) + thread // WARP, self.products.get((cta, thread))
+            issued = products and (warp, int(cta.cluster.clocks.seen[ORDERED, warp, warp]), products)
+            barrier.arrived_from(*self.group(cta, ("tcgen05.mma", thread)), self.grid.place(), issued)
 
     def commit_products(self, cta: Any, thread: int) -> Clock | None:
         """What precedes the arrival of a tcgen05.commit: the products of the thread, and what came before them."""

@@ -45,6 +45,9 @@ RULES = {
     "exited-cta": Rule("An access of shared memory of a CTA that has exited, or may have."),
     "exit-with-work": Rule("A CTA that exits while asynchronous work writes its shared memory.", goes_on=True),
     "exit-with-read": Rule("A CTA that exits while asynchronous work reads its shared memory.", FORMAL, True),
+    "exit-before-signal": Rule(
+        "A CTA that exits before the signal of a peer's `tcgen05.commit`, whose products are complete.", FORMAL, True
+    ),
     "tensor-memory-lanes": Rule("An access of lanes of tensor memory that the warp or the product cannot access."),
     "tensor-memory-first-lanes": Rule(
         "An address of tensor memory in lanes of the first warp, for those of another warp.", FORMAL, True
