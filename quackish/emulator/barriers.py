@@ -209,8 +209,11 @@ class ClusterBarrier:
         # "The optional .relaxed qualifier on barrier.cluster.arrive specifies that there are no memory ordering and
         # visibility guarantees provided for the memory accesses performed prior to barrier.cluster.arrive." (PTX)
         races, lanes = cta.grid.races, cta.lanes(mask)
-        is_relaxed = ".relaxed" in cta.grid.opcode
-        self.clock = joined(self.clock, races.release_relaxed(lanes) if is_relaxed else races.release(lanes))
+        if ".relaxed" in cta.grid.opcode:
+            clock = races.release_relaxed(lanes, within_cta=self.cluster.size == 1)
+        else:
+            clock = races.release(lanes)
+        self.clock = joined(self.clock, clock)
         cta.grid.num_events += 1
         self.check()
 

@@ -25,6 +25,16 @@ INITIALIZED = 3  # each mbarrier.init in it precedes
 FENCED = 3  # for accesses of tensor memory: it precedes, and a tcgen05.fence::before_thread_sync is in between
 _ROWS = 4
 
+# Scopes: which other threads an operation is ordered with. Those of .sys are here all threads of the GPU.
+CTA, CLUSTER, GPU = range(3)
+_SCOPES = {"cta": CTA, "cluster": CLUSTER, "gpu": GPU, "gl": GPU, "sys": GPU}
+
+
+@functools.cache
+def scope_of(opcode: str) -> int:
+    """The scope of a fence, or of a strong operation on global memory; of most that name none it is .gpu or wider."""
+    return next((_SCOPES[part] for part in opcode.split(".") if part in _SCOPES), GPU)
+
 
 class Clock(NamedTuple):
     """What precedes something: epochs of the cluster's components, and of other clusters by number."""
@@ -85,10 +95,10 @@ class Clocks:
         own = np.arange(num_warps)
         self.seen[ORDERED, own, own] = 1
         self.others: list[dict[int, np.ndarray]] = [{} for _ in range(num_warps)]  # other clusters, of each warp
-        self.at_fence: dict[int, Clock] = {}  # warp -> its clock at its latest fence
-        self.at_gpu_fence: dict[int, Clock] = {}  # the same of fences that reach other clusters
+        self.at_fence: dict[tuple[int, int], Clock] = {}  # (warp, scope) -> its clock at its latest fence so wide
         self.has_relaxed_arrivals = False  # at mbarriers, or waits there
-        self.until_fence: dict[int, Clock | None] = {}  # warp -> what a fence lets it see, after a relaxed load
+        # (warp, scope) -> what a fence at least so wide lets it see, after a relaxed load
+        self.until_fence: dict[tuple[int, int], Clock | None] = {}
         # warp -> asynchronous work that its relaxed waits have found complete; what it issues later comes after that
         self.completed: dict[int, Clock] = {}
 
@@ -194,7 +204,8 @@ class Events:
         self.component = np.zeros(1024, np.int32)
         self.epoch = np.zeros(1024, np.int32)
         self.is_async = np.zeros(1024, np.bool_)
-        self.is_atomic = np.zeros(1024, np.bool_)  # an atomic operation on shared memory
+        self.is_atomic = np.zeros(1024, np.bool_)  # an atomic operation on shared memory, or a strong one on global
+        self.scope = np.zeros(1024, np.int8)  # of a strong operation on global memory
         self.places: list[Callable[[], Place] | None] = [None]
 
     def add(
@@ -208,7 +219,7 @@ class Events:
         """Adds an event for each component, all at the same place. Returns their numbers."""
         first, count = len(self.places), len(components)
         if first + count > len(self.component):
-            for name in ("cluster", "component", "epoch", "is_async", "is_atomic"):
+            for name in ("cluster", "component", "epoch", "is_async", "is_atomic", "scope"):
                 old = getattr(self, name)
                 setattr(self, name, np.concatenate([old, np.zeros_like(old)]))
         self.places += [place] * count

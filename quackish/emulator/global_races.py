@@ -8,6 +8,10 @@ Threads of different clusters are ordered by strong operations on global memory:
     "A release pattern X synchronizes with an acquire pattern Y, if a write operation in X precedes a read operation in
     Y in observation order, and the first operation in X and the last operation in Y are morally strong." (PTX, Memory
     synchronization)
+
+Morally strong are those of which "each operation specifies a scope that includes the thread executing the other
+operation" (PTX, Morally strong operations). So a release is kept for each group of threads that its scope reaches: the
+CTA, the cluster and all threads. An acquire sees what is kept for groups as wide as its own scope, or narrower.
 """
 
 import functools
@@ -16,7 +20,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from quackish.emulator.clocks import GLOBAL, ORDERED, Clock, Clocks, Shadow, joined, merged, one_of_each, threads_of
+from quackish.emulator.clocks import (
+    CLUSTER,
+    CTA,
+    GLOBAL,
+    GPU,
+    ORDERED,
+    Clock,
+    Clocks,
+    Shadow,
+    joined,
+    merged,
+    one_of_each,
+    scope_of,
+    threads_of,
+)
 from quackish.emulator.dependent_launches import DependentLaunch
 from quackish.emulator.errors import Fault, Place
 from quackish.emulator.races import Races
@@ -31,6 +49,7 @@ class Semantics(NamedTuple):
     acquires: bool
     writes: bool  # a load that also writes: an atomic operation
     is_not_coherent: bool  # ld.global.nc
+    scope: int
 
 
 @functools.cache
@@ -46,6 +65,7 @@ def semantics(opcode: str) -> Semantics:
         bool({"acquire", "acq_rel"} & orders),
         is_atomic,
         "nc" in parts,
+        scope_of(opcode),
     )
 
 
@@ -71,9 +91,10 @@ class GlobalRaces:
         self.dependent = dependent
         self.shadows: dict[tuple[int, int], Shadow] = {}  # by tensor: (address, bytes)
         self.reads: dict[tuple[int, int], list[Read]] = {}  # of tensors without a shadow
-        self.released: dict[int, dict[int, np.ndarray]] = {}  # address -> what an acquire there sees, by cluster
-        # (address, cluster) -> what that cluster sees beyond that, because of fences that reach no other one
-        self.released_within: dict[tuple[int, int], dict[int, np.ndarray]] = {}
+        # address -> group of threads -> what an acquire of these threads there sees, by cluster
+        self.released: dict[int, dict[Hashable, dict[int, np.ndarray]]] = {}
+        # If no scope of the program is narrow, all threads are the only group.
+        self.scopes = (CTA, CLUSTER, GPU) if races.grid.program.has_narrow_scopes else (GPU,)
 
     # Instructions of threads. A tensor is (address, bytes).
 
@@ -82,6 +103,7 @@ class GlobalRaces:
         meaning = semantics(self.races.grid.opcode)
         self._check_launch(tensor, addresses[which], size, "reads")
         if meaning.is_strong:
+            self._check_scopes(tensor, addresses, size, which, meaning)
             self._synchronize(addresses, meaning)
             if meaning.writes:
                 self._record(tensor, addresses, size, which)
@@ -102,6 +124,7 @@ class GlobalRaces:
         meaning = semantics(self.races.grid.opcode)
         self._check_launch(tensor, addresses[which], size, "writes")
         if meaning.is_strong:
+            self._check_scopes(tensor, addresses, size, which, meaning)
             self._synchronize(addresses, meaning, is_store=True)
         elif (shadow := self.shadows.get(tensor)) is not None:
             self._check(tensor, shadow, addresses, size, which, changes)
@@ -178,7 +201,8 @@ class GlobalRaces:
         clocks, warps, warp = self._warps(len(addresses))
         shadow = self._shadow(tensor)
         events = self.events.add(clocks, warps, clocks.seen[ORDERED, warps, warps], False, self.races.grid.place())
-        self.events.is_atomic[events] = semantics(self.races.grid.opcode).is_strong
+        meaning = semantics(self.races.grid.opcode)
+        self.events.is_atomic[events], self.events.scope[events] = meaning.is_strong, meaning.scope
         granules = shadow.granules(addresses[which] - np.uint64(tensor[0]), size)
         shadow.writes[granules] = events[np.searchsorted(warps, warp[which])][:, None]
 
@@ -209,6 +233,37 @@ class GlobalRaces:
             for i, j in one_of_each(found, late):
                 who = f"warp {warp[i] % self.races.grid.executing.cta.num_warps} {verb}"
                 self._found(tensor, int(granules[i, j]) * shadow.granule, who, found[i, j], warp[i])
+
+    def _check_scopes(
+        self, tensor: tuple[int, int], addresses: np.ndarray, size: int, which: Any, meaning: Semantics
+    ) -> None:
+        """Reports a strong operation and a strong write before it that nothing orders, if a scope lacks a thread."""
+        shadow = self.shadows.get(tensor)
+        if len(self.scopes) == 1 or shadow is None:
+            return
+        granules = shadow.granules(addresses[which] - np.uint64(tensor[0]), size)
+        found = shadow.writes[granules]
+        clocks, _, warp = self._warps(len(addresses))
+        warp = warp[which]
+        late = self._late(found, clocks, warp[:, None], ORDERED) & self.events.is_atomic[found]
+        cta = self.races.grid.executing.cta
+        in_cluster = self.events.cluster[found] == clocks.number
+        in_cta = in_cluster & (self.events.component[found] // cta.num_warps == cta.rank)
+        scope = np.minimum(self.events.scope[found], meaning.scope)
+        late &= (scope < GPU) & ~np.where(scope == CTA, in_cta, in_cluster)
+        for i, j in one_of_each(found, late) if late.any() else ():
+            where = self._where(tensor, int(granules[i, j]) * shadow.granule)
+            self.races.grid.found(
+                Fault(
+                    "global-race",
+                    f"warp {warp[i] % cta.num_warps} accesses {where} by a strong operation, and the scope of this or "
+                    "of the strong write before it does not have both threads",
+                    advice="scope .gpu has the threads of all CTAs, .cluster those of a cluster",
+                    tensor=self.races.grid.memory.name_of(*tensor),
+                    second=self.events.place(found[i, j]),
+                    second_is="the write",
+                )
+            )
 
     def _check_not_written(
         self, tensor: tuple[int, int], shadow: Shadow, addresses: np.ndarray, size: int, which: Any
@@ -257,51 +312,60 @@ class GlobalRaces:
         lanes = self.races.grid.executing
         clocks, warps = lanes.cta.cluster.clocks, self.races.warps(lanes)
         places = set(addresses.tolist())
+        groups = {CTA: (clocks.number, lanes.cta.rank), CLUSTER: clocks.number, GPU: None}
+        reached = [(scope, groups[scope]) for scope in self.scopes if scope <= meaning.scope]
         if not is_store:
-            self._acquire(clocks, warps, places, meaning)
+            self._acquire(clocks, warps, places, reached, meaning)
         if meaning.writes or is_store:
-            everywhere = within = None
-            for warp in warps.tolist():
-                everywhere = joined(everywhere, clocks.at_gpu_fence.get(warp))
-                within = joined(within, clocks.at_fence.get(warp))
-            if meaning.releases:
-                everywhere = joined(everywhere, clocks.release(warps))
-            for place in places:
-                if is_store:  # it hides earlier releases
+            now = clocks.release(warps) if meaning.releases else None
+            if is_store:  # it hides earlier releases
+                for place in places:
                     self.released.pop(place, None)
-                    for number in range(self.races.grid.num_clusters if self.released_within else 0):
-                        self.released_within.pop((place, number), None)
-                self._release(self.released, place, everywhere, clocks.number)
-                if not meaning.releases and within is not everywhere:
-                    self._release(self.released_within, (place, clocks.number), within, clocks.number)
+            for scope, group in reached:
+                clock = now
+                for warp in warps.tolist():
+                    clock = joined(clock, clocks.at_fence.get((warp, scope)))
+                if clock is not None:
+                    for place in places:
+                        self._release(self.released.setdefault(place, {}), group, clock, clocks.number)
 
     @staticmethod
-    def _release(released: dict, place: Hashable, clock: Clock | None, cluster: int) -> None:
-        """Adds a clock of a cluster to what is released at a place.
+    def _release(released: dict, group: Hashable, clock: Clock, cluster: int) -> None:
+        """Adds a clock of a cluster to what is released for a group of threads.
 
         Earlier releases are still there: observation order passes through atomic operations.
         """
-        if clock is not None:
-            released[place] = merged(released.get(place, {}), clock.others | {cluster: clock.seen})
+        released[group] = merged(released.get(group, {}), clock.others | {cluster: clock.seen})
 
-    def _acquire(self, clocks: Clocks, warps: np.ndarray, places: set[int], meaning: Semantics) -> None:
-        """Lets warps see what was released at the places; with a relaxed operation, after their next fence."""
-        found = [self.released[place] for place in places if place in self.released]
-        if self.released_within:
-            keys = [(place, clocks.number) for place in places]
-            found += [self.released_within[key] for key in keys if key in self.released_within]
-        if not found or self.races.grid.opcode.startswith("red"):
+    def _acquire(
+        self,
+        clocks: Clocks,
+        warps: np.ndarray,
+        places: set[int],
+        groups: list[tuple[int, Hashable]],
+        meaning: Semantics,
+    ) -> None:
+        """Lets warps see what was released at the places; with a relaxed operation, after their next fence.
+
+        groups: (scope, group of threads) of those whose releases the operation sees
+        """
+        if self.races.grid.opcode.startswith("red"):
             # "atomic reductions conceptually perform a strong read as part of its read-modify-write sequence, this
             # strong read does not form an acquire pattern." (PTX, Release and Acquire Patterns)
             return
-        seen = functools.reduce(merged, found)
-        own = seen.get(clocks.number, clocks.seen[:, 0, :0])
-        clock = Clock(own, {cluster: other for cluster, other in seen.items() if cluster != clocks.number})
-        if meaning.acquires:
-            clocks.acquire(warps, clock)
-        else:
-            for warp in warps.tolist():
-                clocks.until_fence[warp] = joined(clocks.until_fence.get(warp), clock)
+        released = [self.released[place] for place in places if place in self.released]
+        for scope, group in groups if released else ():
+            found = [of_groups[group] for of_groups in released if group in of_groups]
+            if not found:
+                continue
+            seen = functools.reduce(merged, found)
+            own = seen.get(clocks.number, clocks.seen[:, 0, :0])
+            clock = Clock(own, {cluster: other for cluster, other in seen.items() if cluster != clocks.number})
+            if meaning.acquires:
+                clocks.acquire(warps, clock)
+            else:
+                for warp in warps.tolist():
+                    clocks.until_fence[warp, scope] = joined(clocks.until_fence.get((warp, scope)), clock)
 
     # The async proxy
 
@@ -327,7 +391,7 @@ class GlobalRaces:
                 where = int(granules[i]) * shadow.granule
                 self._found(tensor, where, "asynchronous work writes", found[i], verb="read")
         event = self.events.add(clocks, [component], epoch, True, self.races.grid.place())[0]
-        self.events.is_atomic[event] = adds
+        self.events.is_atomic[event], self.events.scope[event] = adds, GPU
         shadow.writes[granules] = event
 
     def read_later(self, tensor: tuple[int, int], addresses: np.ndarray, size: int, clocks: Clocks, warp: int) -> None:

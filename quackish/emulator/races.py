@@ -15,6 +15,8 @@ import numpy as np
 from quackish.emulator import lane_order
 from quackish.emulator.advice import Access, barrier_between
 from quackish.emulator.clocks import (
+    CLUSTER,
+    CTA,
     GLOBAL,
     GRANULE,
     INITIALIZED,
@@ -29,6 +31,7 @@ from quackish.emulator.clocks import (
     Threads,
     joined,
     one_of_each,
+    scope_of,
     threads_of,
 )
 from quackish.emulator.errors import Fault
@@ -429,15 +432,15 @@ class Races:
         clocks.acquire(warps, clock)
         self.order_warp(lanes)
 
-    def acquire_at_fence(self, lanes: Any, clock: Clock | None) -> None:
-        """Orders what a clock knows before what these threads do after their next fence.
+    def acquire_at_fence(self, lanes: Any, clock: Clock | None, scope: int) -> None:
+        """Orders what a clock knows before what these threads do after their next fence of this scope or a wider one.
 
         Asynchronous work in it is complete, so what the threads issue next comes after it even without a fence.
         """
         clocks = lanes.cta.cluster.clocks
         until_fence = clocks.until_fence
         for warp in self.warps(lanes).tolist():
-            until_fence[warp] = joined(until_fence.get(warp), clock)
+            until_fence[warp, scope] = joined(until_fence.get((warp, scope)), clock)
             clocks.complete(warp, clock)
 
     def meet(self, lanes: Any, others: Any) -> None:
@@ -517,15 +520,13 @@ class Races:
                     clocks.fence_others(warp)
         else:
             # The scope is "the set of threads" to which the fence applies. (PTX, Scope)
-            reaches_others = not opcode.endswith((".cta", ".cluster"))
+            scopes = range(scope_of(opcode) + 1)
             for warp in warps.tolist():
-                until_fence = clocks.until_fence.pop(warp, None)
-                if until_fence and not reaches_others:
-                    clocks.until_fence[warp], until_fence = until_fence, Clock(until_fence.seen, {})
-                clocks.acquire([warp], until_fence)
-                clocks.at_fence[warp] = Clock(clocks.seen[:, warp].copy(), clocks.others[warp])
-                if reaches_others:
-                    clocks.at_gpu_fence[warp] = clocks.at_fence[warp]
+                for scope in scopes:
+                    clocks.acquire([warp], clocks.until_fence.pop((warp, scope), None))
+                clock = Clock(clocks.seen[:, warp].copy(), clocks.others[warp])
+                for scope in scopes:
+                    clocks.at_fence[warp, scope] = clock
         clocks.tick(warps)
 
     def wait_for_launch_before(self, lanes: Any) -> None:
@@ -533,11 +534,11 @@ class Races:
         clocks = lanes.cta.cluster.clocks
         clocks.learn(self.warps(lanes), clocks.component(WAITED), 1)
 
-    def release_relaxed(self, lanes: Any) -> Clock:
-        """What a relaxed operation releases: what came before a fence."""
+    def release_relaxed(self, lanes: Any, within_cta: bool) -> Clock:
+        """What a relaxed operation releases: what came before a fence whose scope has those who wait for it."""
         clocks, result = lanes.cta.cluster.clocks, None
         for warp in self.warps(lanes).tolist():
-            result = joined(result, clocks.at_fence.get(warp))
+            result = joined(result, clocks.at_fence.get((warp, CTA if within_cta else CLUSTER)))
             initialized = np.zeros_like(clocks.seen[:, warp])
             initialized[INITIALIZED] = clocks.seen[INITIALIZED, warp]
             result = joined(result, Clock(initialized, {}))

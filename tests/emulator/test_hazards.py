@@ -285,6 +285,27 @@ def test_a_number_in_another_cta():
     )
 
 
+def test_fences_of_the_cta_at_barriers_of_the_cluster():
+    """Behind relaxed arrivals and waits."""
+    body = """
+        mov.u32 %r, %cluster_ctarank; xor.b32 %n, %r, 1; mapa.shared::cluster.u32 %b, %a, %n;
+        st.shared::cluster.u32 [%b], %r; fence.acq_rel.{}; barrier.cluster.arrive.relaxed; barrier.cluster.wait;
+        ld.shared.u32 %v, [%a];
+    """
+    check(body.format("cluster"), body.format("cta"), r"race: thread \d+ reads", threads=32, ctas=2)
+    body = """
+        @%first mbarrier.init.shared.b64 [%s+1024], 32; fence.mbarrier_init.release.cluster;
+        barrier.cluster.arrive; barrier.cluster.wait;
+        mov.u32 %r, %cluster_ctarank; xor.b32 %n, %r, 1; mapa.shared::cluster.u32 %b, %a, %n;
+        mapa.shared::cluster.u32 %m, %s, %n; st.shared::cluster.u32 [%b], %r; fence.acq_rel.{};
+        mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%m+1024];
+        WAIT: mbarrier.try_wait.parity.relaxed.cluster.shared.b64 %p, [%s+1024], 0; @!%p bra WAIT;
+        fence.acq_rel.{}; ld.shared.u32 %v, [%a]; barrier.cluster.arrive; barrier.cluster.wait;
+    """
+    for wrong in ("cta", "cluster"), ("cluster", "cta"):
+        check(body.format("cluster", "cluster"), body.format(*wrong), r"race: thread \d+ reads", threads=32, ctas=2)
+
+
 # The async proxy
 
 STORE = """
@@ -369,11 +390,11 @@ RELAXED_RED, RELAXED_LOAD = RELEASE.replace("release", "relaxed"), ACQUIRE.repla
 FENCED = "bar.sync 0; fence.acq_rel.gpu;"
 
 
-def send(barrier="bar.sync 0;", send=RELEASE, receive=ACQUIRE, after="", completion="at_once", seed=0):
+def send(barrier="bar.sync 0;", send=RELEASE, receive=ACQUIRE, after="", cluster=1, seed=0):
     body = MESSAGE.format(barrier=barrier, send=send, receive=receive, after=after)
     launch(
         kernel("mov.u32 %t, %tid.x; setp.eq.u32 %first, %t, 0;" + body, "out", REGISTERS, SHARED), np.zeros(96, U32),
-        grid=(2, 1, 1), block=(64, 1, 1), completion=completion, seed=seed,
+        grid=(2, 1, 1), block=(64, 1, 1), cluster=(cluster, 1, 1), seed=seed,
     )  # fmt: skip
 
 
@@ -402,6 +423,40 @@ def test_a_release_and_an_acquire_order_ctas(seed):
             send(**mistake, seed=seed)
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_scopes_that_lack_a_thread(seed):
+    """Of an operation or of a fence, on the side that releases or on the one that acquires."""
+    for narrow, cluster in ("cta", 1), ("cta", 2), ("cluster", 1):
+        reaches = "gpu" if cluster == 1 else "cluster"
+        red, load, fence, stronger_red, stronger_load = (
+            text.replace("gpu", narrow) for text in (RELAXED_RED, RELAXED_LOAD, "fence.acq_rel.gpu;", RELEASE, ACQUIRE)
+        )
+        for right in (
+            {"send": RELEASE.replace("gpu", reaches), "receive": ACQUIRE.replace("gpu", reaches)},
+            {"barrier": FENCED.replace("gpu", reaches), "send": RELAXED_RED},
+            {"receive": RELAXED_LOAD, "after": f"fence.acq_rel.{reaches};"},
+        ):
+            send(**right, cluster=cluster, seed=seed)
+        for wrong in (
+            {"send": stronger_red},
+            {"receive": stronger_load},
+            {"barrier": "bar.sync 0;" + fence, "send": RELAXED_RED},
+            {"barrier": FENCED, "send": red},
+            {"receive": RELAXED_LOAD, "after": fence},
+            {"receive": load, "after": "fence.acq_rel.gpu;"},
+        ):
+            with pytest.raises(Fault, match=r"global-race: warp . (reads global|accesses .*the scope of this or)"):
+                send(**wrong, cluster=cluster, seed=seed)
+
+
+def test_tickets_of_a_scope_that_lacks_a_cta():
+    body = "@%first atom.acq_rel.{}.global.add.u32 %v, [%out], 1;"
+    check(
+        body.format("cluster"), body.format("cta"), "global-race: .* the scope of this or of the strong write", ctas=2
+    )
+    run(body.format("cta"), ctas=1)
+
+
 def test_a_non_coherent_load_of_what_the_launch_has_written():
     body = "mad.wide.u32 %o, %t, 4, %out; st.global.u32 [%o], %t; bar.sync 0; {} %v, [%out];"
     wrong = body.format("ld.global.nc.u32")
@@ -421,6 +476,7 @@ def test_a_fence_of_the_cta_orders_warps_of_the_cta():
     fence, wrong = "fence.acq_rel.cta;", "global-race: warp 1 reads"
     check(body.format(fence, fence), body.format(fence, ""), wrong)
     check(body.format(fence, fence), body.format("", fence), wrong)
+    run(body.format("", "").replace("st.relaxed.gpu", "st.release.cta").replace("ld.relaxed.gpu", "ld.acquire.cta"))
 
 
 WRITES = "setp.ge.u32 %p, %t, 32; shr.u32 %v, %t, {shift}; and.b32 %a, %t, 31; mad.wide.u32 %o, %a, 4, %out;"
