@@ -23,7 +23,8 @@ ORDERED = 0  # it precedes
 SHARED, GLOBAL = 1, 2  # it precedes, and a fence for the async proxy's accesses of this memory is in between
 INITIALIZED = 3  # each mbarrier.init in it precedes
 FENCED = 3  # for accesses of tensor memory: it precedes, and a tcgen05.fence::before_thread_sync is in between
-_ROWS = 4
+POLLED = 4  # it precedes what a strong operation, not of an order that releases and acquires, has found
+_ROWS = 5
 
 # Scopes: which other threads an operation is ordered with. Those of .sys are here all threads of the GPU.
 CTA, CLUSTER, GPU = range(3)

@@ -37,6 +37,7 @@ from quackish.emulator.clocks import (
 )
 from quackish.emulator.dependent_launches import DependentLaunch
 from quackish.emulator.errors import Fault, Place
+from quackish.emulator.polls import Polls
 from quackish.emulator.races import Races
 from quackish.emulator.threads import Lanes
 
@@ -69,6 +70,7 @@ def semantics(opcode: str) -> Semantics:
     )
 
 
+_WORDS = 4, 8  # bytes of tickets and flags
 MAX_READS = 1 << 14  # loads of a tensor that are kept until something writes it
 
 
@@ -88,7 +90,7 @@ class GlobalRaces:
 
     def __init__(self, races: Races, dependent: DependentLaunch):
         self.races, self.events = races, races.events
-        self.dependent = dependent
+        self.dependent, self.polls = dependent, Polls(races.grid)
         self.shadows: dict[tuple[int, int], Shadow] = {}  # by tensor: (address, bytes)
         self.reads: dict[tuple[int, int], list[Read]] = {}  # of tensors without a shadow
         # address -> group of threads -> what an acquire of these threads there sees, by cluster
@@ -107,6 +109,8 @@ class GlobalRaces:
             self._synchronize(addresses, meaning)
             if meaning.writes:
                 self._record(tensor, addresses, size, which)
+            elif size in _WORDS:
+                self.polls.load(addresses[which], size, self._warps(len(addresses))[2][which])
             return
         if (shadow := self.shadows.get(tensor)) is not None:
             self._check(tensor, shadow, addresses, size, which)
@@ -115,16 +119,23 @@ class GlobalRaces:
         self._record_read(tensor, addresses, size, which)
 
     def write(
-        self, tensor: tuple[int, int], addresses: np.ndarray, size: int, which: Any, changes: Callable[[], np.ndarray]
+        self,
+        tensor: tuple[int, int],
+        addresses: np.ndarray,
+        values: list[np.ndarray],
+        which: Any,
+        changes: Callable[[], np.ndarray],
     ) -> None:
-        """Threads write `size` bytes at addresses; those that `which` selects are in the tensor.
+        """Threads write values[i] at the i-th element after addresses; those that `which` selects are in the tensor.
 
         changes: returns which of them write other bytes than those that are there
         """
-        meaning = semantics(self.races.grid.opcode)
+        meaning, size = semantics(self.races.grid.opcode), values[0].dtype.itemsize * len(values)
         self._check_launch(tensor, addresses[which], size, "writes")
         if meaning.is_strong:
             self._check_scopes(tensor, addresses, size, which, meaning)
+            if len(values) == 1 and size in _WORDS:
+                self.polls.store(addresses[which], values[0][which], self._warps(len(addresses))[2][which])
             self._synchronize(addresses, meaning, is_store=True)
         elif (shadow := self.shadows.get(tensor)) is not None:
             self._check(tensor, shadow, addresses, size, which, changes)
@@ -315,8 +326,10 @@ class GlobalRaces:
         groups = {CTA: (clocks.number, lanes.cta.rank), CLUSTER: clocks.number, GPU: None}
         reached = [(scope, groups[scope]) for scope in self.scopes if scope <= meaning.scope]
         if not is_store:
+            self.polls.find(places, warps)
             self._acquire(clocks, warps, places, reached, meaning)
         if meaning.writes or is_store:
+            self.polls.count(places, warps)
             now = clocks.release(warps) if meaning.releases else None
             if is_store:  # it hides earlier releases
                 for place in places:

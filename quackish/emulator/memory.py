@@ -152,7 +152,7 @@ class GlobalMemory:
         _check_alignment(addresses, width * len(values), "global")
         for threads, view, indices, region in self._located(addresses, width, width * len(values)):
             changes = functools.partial(_changes, view, indices, values, threads)
-            self.races.write(self._tensor(region), addresses, width * len(values), threads, changes)
+            self.races.write(self._tensor(region), addresses, values, threads, changes)
             for i, value in enumerate(values):
                 view[indices + i] = value[threads]
         self.bytes_written += len(addresses) * width * len(values)

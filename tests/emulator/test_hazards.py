@@ -515,6 +515,48 @@ def test_a_bulk_store_to_what_another_warp_writes():
     run(add.replace("bar.sync 0;", "bar.sync 0; red.global.add.u32 [%out], 9;"))  # additions need no order
 
 
+LAST = "atom.acq_rel.gpu.global.inc.u32 %v, [%out+4], 2;"  # after three CTAs it is 0 again
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_ticket_that_is_reset_while_others_poll_it(seed):
+    """Each CTA waits until all three have taken a ticket. Then one of them resets it."""
+    wait = "WAIT: ld.acquire.gpu.global.u32 %v, [%out]; setp.ne.u32 %p, %v, 3; @%p bra WAIT;"
+    reset = "setp.eq.u32 %p, %v, 2; @%p st.relaxed.gpu.global.u32 [%out], 0;"
+    relaxed = LAST.replace("acq_rel", "relaxed")
+
+    def run_twice(body):
+        out = np.zeros(2, U32)
+        for _ in range(2):
+            text = kernel(one + "red.release.gpu.global.add.u32 [%out], 1;" + body, "out", REGISTERS)
+            launch(text, out, grid=(3, 1, 1), block=(64, 1, 1), seed=seed)
+        assert not out.any()
+
+    one = "setp.ne.u32 %p, %tid.x, 0; @%p bra END;"
+    run_twice(wait + LAST + reset + "END:")
+    run_twice(wait + relaxed + reset + "END:")  # each CTA counts itself behind its wait
+    for wrong in (
+        wait + "mov.u32 %v, %ctaid.x;" + reset,  # CTA 2, which may be ahead of the others
+        relaxed.replace("%v", "%r") + wait + "mov.u32 %v, %r;" + reset,  # the last to count, before the wait
+    ):
+        with pytest.raises(Fault, match=r"global-race: byte 0 of 8 at .* is set from 3 to 0, .*the load|deadlock"):
+            run_twice(wrong + "END:")
+
+
+def test_a_lock_is_no_ticket():
+    """Threads that find it taken load it again."""
+    body = """
+        setp.ne.u32 %p, %t, 0; @%p bra END;
+        AGAIN: ld.relaxed.gpu.global.u32 %v, [%out]; setp.ne.u32 %p, %v, 0; @%p bra AGAIN;
+        atom.acquire.gpu.global.cas.b32 %v, [%out], 0, 1; setp.ne.u32 %p, %v, 0; @%p bra AGAIN;
+        ld.global.u32 %v, [%out+4]; add.u32 %v, %v, 1; st.global.u32 [%out+4], %v;
+        st.release.gpu.global.u32 [%out], 0;
+        END:
+    """
+    for seed in range(6):
+        assert run(body, ctas=4, seed=seed)[1] == 4
+
+
 # Tickets of our kernels
 
 ROWS = 64
@@ -559,12 +601,12 @@ def test_the_sum_over_columns_has_its_tickets():
 
 
 def test_tickets_are_reset():
-    """The last store of the backward resets the first ticket; atomic operations count to the second one's limit."""
-    for old, new, where in (
-        ("st.relaxed.gpu.global.b32", "red.relaxed.gpu.global.add.u32", 0),
-        ("inc.u32", "add.u32", 1),
+    """The last CTA resets the first ticket. It is known by the second one, which counts from its limit to 0 again."""
+    for old, new, message in (
+        ("st.relaxed.gpu.global.b32", "red.relaxed.gpu.global.add.u32", "launch-state: .* leaves .* in ticket 0 of"),
+        ("inc.u32", "add.u32", "global-race: .* is set from 4 to 0, .*went on"),  # the second CTA finds the limit
     ):
-        with pytest.raises(Fault, match=f"launch-state: rms_norm_bwd leaves .* in ticket {where} of the workspace"):
+        with pytest.raises(Fault, match=message):
             norm(old, new)
 
 
@@ -617,6 +659,24 @@ def test_memory_of_the_launch_before_the_one_before():
         in_turn(first, LET + AWAIT, READ + AWAIT)
     with pytest.raises(Fault, match=r"no thread executes griddepcontrol.wait"):
         in_turn(first, "", AWAIT + READ)
+
+
+def test_launches_share_scratch():
+    """A launch that begins early must not write it while the one before may."""
+    workspace = emulation.Workspace()
+
+    def twice(body):
+        with emulator.record():
+            for _ in range(2):
+                _, scratch, memory = workspace.take(0, 64)
+                assert memory.isnan().all()
+                (entry,) = ptx.parse(kernel("mov.u32 %t, %tid.x;" + body, "out", REGISTERS)).entries.values()
+                settings = Early("test", (1, 1, 1), (64, 1, 1), (1, 1, 1), 0, True)
+                emulator.run(decode.decode(entry), settings, struct.pack("<Q", scratch), H200)
+
+    twice(LET + AWAIT + WRITE)
+    with pytest.raises(Fault, match=TOO_EARLY):
+        twice(LET + WRITE + AWAIT)
 
 
 def test_launches_of_the_past_are_forgotten():
