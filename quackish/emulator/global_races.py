@@ -1,7 +1,7 @@
 """Finds accesses of global memory of which one writes, and which nothing orders in the same launch.
 
 Clocks and events are those of `clocks`. Of several threads that have read the same bytes, the last one is known, and of
-reads before the first write of a tensor, so many as MAX_READS. Reads of bulk loads leave no trace here.
+reads before the first write of a tensor, so many as MAX_READS. Bulk loads are compared with later launches only.
 
 Threads of different clusters are ordered by strong operations on global memory:
 
@@ -15,7 +15,7 @@ CTA, the cluster and all threads. An acquire sees what is kept for groups as wid
 """
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,7 +35,7 @@ from quackish.emulator.clocks import (
     scope_of,
     threads_of,
 )
-from quackish.emulator.dependent_launches import DependentLaunch
+from quackish.emulator.dependent_launches import DependentLaunch, Read
 from quackish.emulator.errors import Fault, Place
 from quackish.emulator.polls import Polls
 from quackish.emulator.races import Races
@@ -74,7 +74,7 @@ _WORDS = 4, 8  # bytes of tickets and flags
 MAX_READS = 1 << 14  # loads of a tensor that are kept until something writes it
 
 
-class Read(NamedTuple):
+class Load(NamedTuple):
     """A load of a tensor."""
 
     lanes: Lanes  # that execute it
@@ -92,7 +92,8 @@ class GlobalRaces:
         self.races, self.events = races, races.events
         self.dependent, self.polls = dependent, Polls(races.grid)
         self.shadows: dict[tuple[int, int], Shadow] = {}  # by tensor: (address, bytes)
-        self.reads: dict[tuple[int, int], list[Read]] = {}  # of tensors without a shadow
+        self.loads: dict[tuple[int, int], list[Load]] = {}  # of tensors without a shadow
+        self.bulk_loads: dict[tuple[int, int], list[Read]] = {}
         # address -> group of threads -> what an acquire of these threads there sees, by cluster
         self.released: dict[int, dict[Hashable, dict[int, np.ndarray]]] = {}
         # If no scope of the program is narrow, all threads are the only group.
@@ -139,7 +140,7 @@ class GlobalRaces:
             self._synchronize(addresses, meaning, is_store=True)
         elif (shadow := self.shadows.get(tensor)) is not None:
             self._check(tensor, shadow, addresses, size, which, changes)
-        if not meaning.is_strong and (tensor in self.reads or tensor in self.shadows):
+        if not meaning.is_strong and (tensor in self.loads or tensor in self.shadows):
             self._check_reads(tensor, addresses, size, which, changes)
         self._record(tensor, addresses, size, which)
 
@@ -149,35 +150,47 @@ class GlobalRaces:
             lanes, memory = self.races.grid.executing, self.races.grid.memory
             name = functools.partial(memory.name_of, *tensor)
             for warp in self.races.warps(lanes).tolist():
-                self.dependent.check(addresses, size, lanes.cta.cluster.clocks, warp, verb, name)
+                self.dependent.check(tensor, addresses, size, lanes.cta.cluster.clocks, warp, verb, name)
+
+    def reads_of(self, tensor: tuple[int, int]) -> Iterator[Read]:
+        """The last reads of a tensor by weak loads, and all by bulk loads."""
+        for load in self.loads.get(tensor, ()):
+            yield Read(load.addresses[load.which], load.size, load.place)
+        yield from self.bulk_loads.get(tensor, ())
+        if (shadow := self.shadows.get(tensor)) is not None and 0 in shadow.columns:
+            events = shadow.reads[:, shadow.columns[0]]
+            for event in np.unique(events[events > 0]).tolist():
+                granules = np.flatnonzero(events == event).astype(np.uint64)
+                addresses = np.uint64(tensor[0]) + granules * np.uint64(shadow.granule)
+                yield Read(addresses, shadow.granule, functools.partial(self.events.place, event))
 
     def _shadow(self, tensor: tuple[int, int]) -> Shadow:
         shadow = self.shadows.get(tensor)
         if shadow is None:
             shadow = self.shadows[tensor] = Shadow(tensor[1])
-            for read in self.reads.pop(tensor, []):
-                self._add_read(tensor, read)
+            for load in self.loads.pop(tensor, []):
+                self._add_load(tensor, load)
         return shadow
 
     def _record_read(self, tensor: tuple[int, int], addresses: np.ndarray, size: int, which: Any) -> None:
         """Records the executing warps as the last readers, or keeps the read until something writes the tensor."""
-        reads = None if tensor in self.shadows else self.reads.setdefault(tensor, [])
-        if reads is not None and len(reads) == MAX_READS:
+        loads = None if tensor in self.shadows else self.loads.setdefault(tensor, [])
+        if loads is not None and len(loads) == MAX_READS:
             return
         lanes = self.races.grid.executing
         warps = self.races.warps(lanes)
         epochs = lanes.cta.cluster.clocks.seen[ORDERED, warps, warps]
-        read = Read(lanes, epochs, addresses, size, which, self.races.grid.place())
-        if reads is None:
-            self._add_read(tensor, read)
+        load = Load(lanes, epochs, addresses, size, which, self.races.grid.place())
+        if loads is None:
+            self._add_load(tensor, load)
         else:
-            reads.append(read)
+            loads.append(load)
 
-    def _add_read(self, tensor: tuple[int, int], read: Read) -> None:
-        shadow, clocks = self.shadows[tensor], read.lanes.cta.cluster.clocks
-        events = self.events.add(clocks, self.races.warps(read.lanes), read.epochs, False, read.place)
-        granules = shadow.granules(read.addresses[read.which] - np.uint64(tensor[0]), read.size)
-        event = events[threads_of(read.lanes.mask).which[read.which]]
+    def _add_load(self, tensor: tuple[int, int], load: Load) -> None:
+        shadow, clocks = self.shadows[tensor], load.lanes.cta.cluster.clocks
+        events = self.events.add(clocks, self.races.warps(load.lanes), load.epochs, False, load.place)
+        granules = shadow.granules(load.addresses[load.which] - np.uint64(tensor[0]), load.size)
+        event = events[threads_of(load.lanes.mask).which[load.which]]
         shadow.reads[granules, shadow.column(0)] = event[:, None]
 
     def _check_reads(
@@ -410,6 +423,7 @@ class GlobalRaces:
     def read_later(self, tensor: tuple[int, int], addresses: np.ndarray, size: int, clocks: Clocks, warp: int) -> None:
         """A bulk load reads rows of `size` bytes."""
         self._check_launch(tensor, addresses, size, "reads")
+        self.bulk_loads.setdefault(tensor, []).append(Read(addresses, size, self.races.grid.place()))
         if tensor not in self.shadows:
             return
         shadow, granules = self._rows(tensor, addresses, size)

@@ -624,10 +624,10 @@ class Early(NamedTuple):
 
 def in_turn(*bodies, between=None, programmatic=True):
     """Launches in one stream, of which each may begin early. `between` is called in front of the last one."""
-    out = np.zeros(64, U32)
+    out = np.zeros(128, U32)
     with emulator.register(out.ctypes.data, out.nbytes), emulator.record():
         for i, body in enumerate(bodies):
-            (entry,) = ptx.parse(kernel("mov.u32 %t, %tid.x;" + body, "out", REGISTERS)).entries.values()
+            (entry,) = ptx.parse(kernel("mov.u32 %t, %tid.x;" + body, "out", REGISTERS, SHARED)).entries.values()
             if between and i == len(bodies) - 1:
                 between(out)
             settings = Early("test", (1, 1, 1), (64, 1, 1), (1, 1, 1), 0, programmatic)
@@ -647,9 +647,33 @@ def test_memory_of_the_launch_before():
     in_turn(first, READ + AWAIT, programmatic=False)
     in_turn(AWAIT + WRITE, READ + AWAIT)  # the first one does not let it begin early
     in_turn(first, "setp.lt.u32 %p, %t, 32; @!%p bra READY; " + AWAIT + " READY: bar.sync 0; " + READ)
-    for early in (READ + AWAIT, WRITE + AWAIT, "setp.lt.u32 %p, %t, 32; @!%p bra READY; " + AWAIT + " READY: " + READ):
+    pointer = READ.replace("ld.global.u32 %v", "ld.global.u64 %o") + AWAIT + "ld.global.u32 %v, [%o];"
+    for early in (
+        READ + AWAIT,
+        WRITE + AWAIT,
+        pointer,
+        "setp.lt.u32 %p, %t, 32; @!%p bra READY; " + AWAIT + " READY: " + READ,
+    ):
         with pytest.raises(Fault, match=TOO_EARLY):
             in_turn(first, early)
+
+
+BULK_READ = """
+    mov.u32 %s, buffer; setp.ne.u32 %p, %t, 0; @%p bra DONE;
+    mbarrier.init.shared.b64 [%s+64], 1; mbarrier.arrive.expect_tx.shared.b64 _, [%s+64], 16;
+    cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%s], [%out], 16, [%s+64];
+    LOOP: mbarrier.try_wait.parity.shared.b64 %p, [%s+64], 0; @!%p bra LOOP;
+    DONE:
+"""
+
+
+@pytest.mark.parametrize("read", [READ, READ + "bar.sync 0;" + WRITE, BULK_READ])
+def test_memory_that_the_launch_before_reads(read):
+    first = AWAIT + LET + read
+    in_turn(first, AWAIT + WRITE)
+    in_turn(first, WRITE.replace("[%o]", "[%o+256]") + AWAIT)
+    with pytest.raises(Fault, match=r"launch-race: a thread writes .* may still (read|write); it has not"):
+        in_turn(first, WRITE + AWAIT)
 
 
 def test_memory_of_the_launch_before_the_one_before():
