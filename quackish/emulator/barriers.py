@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from quackish.emulator import waits
 from quackish.emulator.clocks import Clock, joined
 from quackish.emulator.errors import Fault, Place
 from quackish.emulator.threads import Cta, Parked, num_warps
@@ -47,6 +48,7 @@ class Mbarrier:
         # The components of the warps that have arrived in this phase and in the one before -> the epoch of the arrival.
         self.arrivals: dict[int, int] = {}
         self.last_arrivals: dict[int, int] = {}
+        self.waits: dict[int, waits.Wait] = {}  # by component of the warp
         self.observed = 0  # threads have waited for the ends of so many phases
         self.waiting: list[Parked] = []
 
@@ -93,6 +95,7 @@ class Mbarrier:
         """If nothing is pending, ends the phase and releases the threads that wait for it."""
         self.cta.grid.num_events += 1
         if self.pending == 0 and self.transactions == 0:
+            waits.check(self)
             self.phase += 1
             self.pending = self.count
             self.last_arrivals, self.arrivals = self.arrivals, {}

@@ -147,6 +147,12 @@ class Clocks:
         self.tick(warps)
         return clock
 
+    def found_by(self, warp: int) -> Clock:
+        """The clock of what comes after something that a warp does now only because it does that: see `POLLED`."""
+        seen = np.zeros_like(self.seen[:, warp])
+        seen[POLLED] = np.maximum(self.seen[ORDERED, warp], self.seen[POLLED, warp])
+        return Clock(seen, {})
+
     def acquire(self, warps: Any, clock: Clock | None) -> None:
         """Orders what a clock knows before what the warps do from now on."""
         if clock is not None:

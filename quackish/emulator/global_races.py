@@ -120,29 +120,27 @@ class GlobalRaces:
         self._record_read(tensor, addresses, size, which)
 
     def write(
-        self,
-        tensor: tuple[int, int],
-        addresses: np.ndarray,
-        values: list[np.ndarray],
-        which: Any,
-        changes: Callable[[], np.ndarray],
+        self, tensor: tuple[int, int], addresses: np.ndarray, size: int, which: Any, changes: Callable[[], np.ndarray]
     ) -> None:
-        """Threads write values[i] at the i-th element after addresses; those that `which` selects are in the tensor.
+        """Threads write `size` bytes at addresses; those that `which` selects are in the tensor.
 
         changes: returns which of them write other bytes than those that are there
         """
-        meaning, size = semantics(self.races.grid.opcode), values[0].dtype.itemsize * len(values)
+        meaning = semantics(self.races.grid.opcode)
         self._check_launch(tensor, addresses[which], size, "writes")
         if meaning.is_strong:
             self._check_scopes(tensor, addresses, size, which, meaning)
-            if len(values) == 1 and size in _WORDS:
-                self.polls.store(addresses[which], values[0][which], self._warps(len(addresses))[2][which])
             self._synchronize(addresses, meaning, is_store=True)
         elif (shadow := self.shadows.get(tensor)) is not None:
             self._check(tensor, shadow, addresses, size, which, changes)
         if not meaning.is_strong and (tensor in self.loads or tensor in self.shadows):
             self._check_reads(tensor, addresses, size, which, changes)
         self._record(tensor, addresses, size, which)
+
+    def store_word(self, addresses: np.ndarray, values: np.ndarray) -> None:
+        """Threads are about to store one value each."""
+        if values.dtype.itemsize in _WORDS and semantics(self.races.grid.opcode).is_strong:
+            self.polls.store(addresses, values, self._warps(len(addresses))[2])
 
     def _check_launch(self, tensor: tuple[int, int], addresses: np.ndarray, size: int, verb: str) -> None:
         """Reports an access of what an earlier launch may still write."""

@@ -124,15 +124,9 @@ class CountedGlobalRaces(GlobalRaces):
                 counts.global_bytes_written += len(addresses[which]) * size
 
     def write(
-        self,
-        tensor: tuple[int, int],
-        addresses: np.ndarray,
-        values: list[np.ndarray],
-        which: Any,
-        changes: Callable[[], np.ndarray],
+        self, tensor: tuple[int, int], addresses: np.ndarray, size: int, which: Any, changes: Callable[[], np.ndarray]
     ) -> None:
-        super().write(tensor, addresses, values, which, changes)
-        size = values[0].dtype.itemsize * len(values)
+        super().write(tensor, addresses, size, which, changes)
         self.races.grid.profile.here().global_bytes_written += len(addresses[which]) * size
 
     def write_later(self, tensor: tuple[int, int], addresses: np.ndarray, size: int, issuer: tuple, epoch: int) -> None:

@@ -549,8 +549,9 @@ class Races:
 
     def copy_to(self, cta: Any, granules: np.ndarray, thread: int, issuer: Any, barrier: Any) -> None:
         """Records a copy to a CTA's shared memory that an mbarrier tracks. issuer: the CTA of `thread`."""
-        component = cta.cluster.clocks.component(barrier)
-        cta.shared.races.write_later(granules, [self.first_warp(issuer) + thread // WARP], component, barrier.phase + 1)
+        clocks, warp = cta.cluster.clocks, self.first_warp(issuer) + thread // WARP
+        cta.shared.races.write_later(granules, [warp], clocks.component(barrier), barrier.phase + 1)
+        barrier.arrived = joined(barrier.arrived, clocks.found_by(warp))
 
     def carry(self, lanes: Any, thread: int, barrier: Any) -> None:
         """Orders what the thread did before this instruction before the end of the mbarrier's phase."""

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from quackish.emulator import barriers, numbers
+from quackish.emulator import barriers, numbers, waits
 from quackish.emulator.clocks import CLUSTER, CTA, joined
 from quackish.emulator.errors import Fault
 from quackish.emulator.isa import action, control
@@ -284,6 +284,7 @@ def _try_wait(lanes, following, writers, offset, parity):
 def _observe(lanes, barrier):
     """Orders the end of the mbarrier's last phase before what these threads do next; `.relaxed`, behind a fence."""
     races, barrier.observed = lanes.cta.grid.races, barrier.phase
+    waits.passed(lanes, barrier)
     if ".relaxed" in lanes.cta.grid.opcode:
         lanes.cta.cluster.clocks.has_relaxed_arrivals = True
         races.acquire_at_fence(lanes, barrier.completed, CLUSTER if barrier.remote else CTA)
