@@ -182,6 +182,23 @@ def test_groups_that_may_arrive_in_one_phase(right, wrong, threads):
     check(begin + right, begin + wrong, "barrier-(phase|count)", threads=threads)
 
 
+def test_a_wait_that_may_come_a_phase_too_late():
+    """The second warp waits for the first phase, and the first warp ends two."""
+    body = """
+        @%first mbarrier.init.shared.b64 [%s], 32; @%first mbarrier.init.shared.b64 [%s+8], 32; bar.sync 0;
+        setp.ge.u32 %p, %t, 32; @%p bra WAITER;
+        mbarrier.arrive.shared.b64 _, [%s]; {} mbarrier.arrive.shared.b64 _, [%s]; bra END;
+        WAITER: {} A: mbarrier.try_wait.parity.shared.b64 %p, [%s], 0; @!%p bra A;
+        {} END:
+    """
+    later = "mov.u32 %v, 500; LOOP: sub.u32 %v, %v, 1; setp.ne.u32 %p, %v, 0; @%p bra LOOP;"  # in this run
+    answer = "B: mbarrier.try_wait.parity.shared.b64 %p, [%s+8], 0; @!%p bra B;"
+    message = "barrier-phase: a wait has passed before the end of phase 1"
+    arrive = "mbarrier.arrive.shared.b64 _, [%s+8];"
+    check(body.format(answer, "", arrive), body.format(later, "", arrive), message)
+    check(body.format(answer, "", arrive), body.format(answer + later, arrive, ""), message)
+
+
 ARRIVE_ALONE = """
     @%first mbarrier.init.shared.b64 [%s], 1; bar.sync 0; add.u32 %a, %a, 1024; setp.ge.u32 %p, %t, 32; @%p bra WAIT;
     {before} {sync} @%first mbarrier.arrive.shared.b64 _, [%s]; bra END;
