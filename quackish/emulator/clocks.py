@@ -65,7 +65,8 @@ def merged(a: dict[int, np.ndarray], b: dict[int, np.ndarray]) -> dict[int, np.n
         return a
     if not a:
         return b
-    return a | {cluster: _maximum(a[cluster], seen) if cluster in a else seen for cluster, seen in b.items()}
+    news = ((cluster, seen, a.get(cluster)) for cluster, seen in b.items())
+    return a | {cluster: seen if old is None else _maximum(old, seen) for cluster, seen, old in news if old is not seen}
 
 
 def _of_epoch(component: int, epoch: int) -> np.ndarray:
@@ -100,6 +101,9 @@ class Clocks:
         self.has_relaxed_arrivals = False  # at mbarriers, or waits there
         # (warp, scope) -> what a fence at least so wide lets it see, after a relaxed load
         self.until_fence: dict[tuple[int, int], Clock | None] = {}
+        # warp -> address -> what strong writes there come after, by cluster: `POLLED`. It is learned when it matters,
+        # because a thread that polls finds much of it many times.
+        self.found: dict[int, dict[int, dict[int, np.ndarray]]] = {}
         # warp -> asynchronous work that its relaxed waits have found complete; what it issues later comes after that
         self.completed: dict[int, Clock] = {}
 
@@ -143,9 +147,24 @@ class Clocks:
 
     def release(self, warps: Any) -> Clock:
         """The clock of all that the warps did until now. What they do next is in a new epoch."""
+        if self.found:
+            self.learn_found(warps)
         clock = Clock(self.seen[:, warps].max(axis=1), functools.reduce(merged, [self.others[w] for w in warps]))
         self.tick(warps)
         return clock
+
+    def learn_found(self, warps: Any) -> None:
+        """Records what the warps have `found`."""
+        for warp in warps:
+            for number, seen in (item for counts in self.found.pop(warp, {}).values() for item in counts.items()):
+                latest = np.maximum(seen[ORDERED], seen[POLLED])
+                if number == self.number:
+                    known = self.seen[POLLED, warp, : len(latest)]
+                    np.maximum(known, latest, out=known)
+                else:
+                    only = np.zeros_like(seen)
+                    only[POLLED] = latest
+                    self.others[warp] = merged(self.others[warp], {number: only})
 
     def found_by(self, warp: int) -> Clock:
         """The clock of what comes after something that a warp does now only because it does that: see `POLLED`."""
@@ -262,8 +281,8 @@ class Shadow:
         self.writes = np.zeros(count, np.int32)  # events
         self.write_lanes = np.zeros(count, np.int8)
         self.columns: dict[int, int] = {}  # component -> the column of its reads
-        self.reads = np.zeros((count, 8), np.int32)
-        self.read_lanes = np.zeros((count, 8), np.int8)
+        self.reads = np.zeros((count, 16), np.int32)
+        self.read_lanes = np.zeros((count, 16), np.int8)
 
     def granules(self, offsets: np.ndarray, size: int) -> np.ndarray:
         """The granules of accesses of `size` bytes each, with shape (accesses, granules per access)."""

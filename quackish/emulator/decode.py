@@ -379,6 +379,8 @@ class _Decoder:
 
 
 def _is_narrow(opcode: str) -> bool:
+    if opcode.startswith(("fence.mbarrier_init.", "fence.proxy.")):
+        return False
     return (opcode.startswith(("fence.", "membar.")) or ".global" in opcode) and scope_of(opcode) != GPU
 
 

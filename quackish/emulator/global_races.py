@@ -96,6 +96,8 @@ class GlobalRaces:
         self.bulk_loads: dict[tuple[int, int], list[Read]] = {}
         # address -> group of threads -> what an acquire of these threads there sees, by cluster
         self.released: dict[int, dict[Hashable, dict[int, np.ndarray]]] = {}
+        # (cluster, warp, group) -> what the warp has acquired last, one of those dictionaries
+        self.acquired: dict[tuple[int, int, Hashable], dict[int, np.ndarray]] = {}
         # If no scope of the program is narrow, all threads are the only group.
         self.scopes = (CTA, CLUSTER, GPU) if races.grid.program.has_narrow_scopes else (GPU,)
 
@@ -382,6 +384,11 @@ class GlobalRaces:
             found = [of_groups[group] for of_groups in released if group in of_groups]
             if not found:
                 continue
+            who = clocks.number, int(warps[0]), group
+            if meaning.acquires and len(warps) == len(found) == 1:
+                if self.acquired.get(who) is found[0]:
+                    continue  # a thread that polls finds the same many times
+                self.acquired[who] = found[0]
             seen = functools.reduce(merged, found)
             own = seen.get(clocks.number, clocks.seen[:, 0, :0])
             clock = Clock(own, {cluster: other for cluster, other in seen.items() if cluster != clocks.number})

@@ -48,6 +48,7 @@ class Polls:
     def store(self, addresses: np.ndarray, values: np.ndarray, warps: np.ndarray) -> None:
         """The executing threads store words. warps: the warp of each address"""
         clocks = self.grid.executing.cta.cluster.clocks
+        clocks.learn_found(set(warps.tolist()))
         for address, value, warp in zip(addresses.tolist(), values.tolist(), warps.tolist(), strict=True):
             for (number, other), load in self._loads.get(address, {}).items():
                 seen = clocks.seen[:, warp] if number == clocks.number else clocks.others[warp].get(number)
@@ -65,16 +66,9 @@ class Polls:
 
     def find(self, places: set[int], warps: np.ndarray) -> None:
         """Warps read at places by strong operations."""
-        clocks = self.grid.executing.cta.cluster.clocks
-        for number, seen in (item for place in places & self._counts.keys() for item in self._counts[place].items()):
-            found = np.zeros_like(seen)
-            found[POLLED] = np.maximum(seen[ORDERED], seen[POLLED])
-            if number == clocks.number:
-                width = found.shape[1]
-                clocks.seen[POLLED, warps, :width] = np.maximum(clocks.seen[POLLED, warps, :width], found[POLLED])
-            else:
-                for warp in warps.tolist():
-                    clocks.others[warp] = merged(clocks.others[warp], {number: found})
+        found = {place: self._counts[place] for place in places & self._counts.keys()}
+        for warp in warps.tolist() if found else ():
+            self.grid.executing.cta.cluster.clocks.found.setdefault(warp, {}).update(found)
 
     def _fault(self, address: int, value: int, load: _Load) -> Fault:
         base, size = self.grid.memory.tensor_at(np.array([address], np.uint64), 1)

@@ -333,7 +333,11 @@ class SharedRaces(AsyncRaces):
         # happen before the exit of the block that it belongs to. (CUDA Programming Guide, Distributed Shared Memory)
         seen = self._seen_at_exit()
         events, shadow = self.races.events, self.shadow
-        for found, verb in (shadow.writes, "write"), (shadow.reads[:, : len(shadow.columns)], "read"):
+        reads = shadow.reads[:, : len(shadow.columns)]
+        # Epochs of a column grow, so its last read says whether any is late. This is done for each CTA.
+        last = reads.max(axis=0, initial=0)
+        all_before = (events.epoch[last] <= seen[shadow.components()]).all()
+        for found, verb in ((shadow.writes, "write"), *([] if all_before else [(reads, "read")])):
             late = events.epoch[found] > seen[events.component[found]]
             if late.any():
                 for index in one_of_each(found, late):

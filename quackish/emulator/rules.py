@@ -33,7 +33,8 @@ RULES = {
     "deadlock": Rule("No thread can go on, or threads poll what no thread will change."),
     "barrier-count": Rule("Counts of threads at a barrier that differ, or that it does not expect."),
     "barrier-phase": Rule(
-        "Arrivals at a barrier that nothing orders after its last phase, or a wait before the next one.", goes_on=True
+        "Arrivals at a barrier that nothing orders after its last phase, or waits before the end of the next.",
+        goes_on=True,
     ),
     "mbarrier-count": Rule("Arrivals or bytes at an mbarrier that its phase does not expect."),
     "mbarrier-uninitialized": Rule("A use of an mbarrier that is not initialized."),
