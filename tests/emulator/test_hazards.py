@@ -407,12 +407,11 @@ RELAXED_RED, RELAXED_LOAD = RELEASE.replace("release", "relaxed"), ACQUIRE.repla
 FENCED = "bar.sync 0; fence.acq_rel.gpu;"
 
 
-def send(barrier="bar.sync 0;", send=RELEASE, receive=ACQUIRE, after="", cluster=1, seed=0):
+def send(barrier="bar.sync 0;", send=RELEASE, receive=ACQUIRE, after="", cluster=1, seed=0, all_races=False):
     body = MESSAGE.format(barrier=barrier, send=send, receive=receive, after=after)
-    launch(
-        kernel("mov.u32 %t, %tid.x; setp.eq.u32 %first, %t, 0;" + body, "out", REGISTERS, SHARED), np.zeros(96, U32),
-        grid=(2, 1, 1), block=(64, 1, 1), cluster=(cluster, 1, 1), seed=seed,
-    )  # fmt: skip
+    text = kernel("mov.u32 %t, %tid.x; setp.eq.u32 %first, %t, 0;" + body, "out", REGISTERS, SHARED)
+    how = dict(grid=(2, 1, 1), block=(64, 1, 1), cluster=(cluster, 1, 1), seed=seed, all_races=all_races)
+    return record(text, np.zeros(96, U32), **how).findings
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -464,6 +463,9 @@ def test_scopes_that_lack_a_thread(seed):
         ):
             with pytest.raises(Fault, match=r"global-race: warp . (reads global|accesses .*the scope of this or)"):
                 send(**wrong, cluster=cluster, seed=seed)
+        for side in {"send": stronger_red}, {"receive": stronger_load}:  # the numbers have no order either
+            found = send(**side, cluster=cluster, seed=seed, all_races=True)
+            assert any("reads global memory" in finding.message for finding in found)
 
 
 def test_tickets_of_a_scope_that_lacks_a_cta():
