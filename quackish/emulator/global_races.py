@@ -9,9 +9,9 @@ Threads of different clusters are ordered by strong operations on global memory:
     Y in observation order, and the first operation in X and the last operation in Y are morally strong." (PTX, Memory
     synchronization)
 
-Morally strong are those of which "each operation specifies a scope that includes the thread executing the other
-operation" (PTX, Morally strong operations). So a release is kept for each group of threads that its scope reaches: the
-CTA, the cluster and all threads. An acquire sees what is kept for groups as wide as its own scope, or narrower.
+Strong operations are morally strong if the scope of each has the thread of the other. (PTX, Morally strong operations)
+So a release is kept for each group of threads that its scope reaches: the CTA, the cluster and all threads. An acquire
+sees what is kept for groups as wide as its own scope, or narrower.
 """
 
 import functools

@@ -1,9 +1,8 @@
 """Finds waits at mbarriers that might come too late, and then wait for another phase.
 
-A wait names the parity of a phase, so it passes while this phase is the last one that has ended, or two phases later.
-    "phaseParity indicates the parity of either the current phase or the immediately preceding phase of the mbarrier
-    object." (PTX, mbarrier.test_wait)
-So whatever ends the next phase must come after the wait has passed: another thread's arrival that depends on it.
+A wait names the parity of a phase, which is the current one or the one before. (PTX, mbarrier.test_wait) So it passes
+while this phase is the last one that has ended, and again two phases later. Whatever ends the next phase must come
+after the wait has passed: another thread's arrival that depends on it.
 """
 
 from collections.abc import Callable
