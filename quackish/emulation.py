@@ -98,7 +98,11 @@ def _kernel_for(context: contextvars.Context, workspace: "Workspace", problem: A
 
 
 def _empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    memory = _uninitialized(shape, strides, dtype)
+    return _poison(_uninitialized(shape, strides, dtype))
+
+
+def _poison(memory: torch.Tensor) -> torch.Tensor:
+    """Fills a tensor's memory with `_POISON`. Returns the tensor."""
     ctypes.memset(memory.data_ptr(), _POISON, memory.untyped_storage().nbytes())
     return memory
 
@@ -107,14 +111,20 @@ _uninitialized = empty_on("cpu")
 
 
 class Workspace:
-    """The workspace of the only stream: its launches share tickets, and each call gets new scratch, full of NaN."""
+    """The workspace of the only stream: its launches share tickets and scratch, which is full of NaN for each of them.
+
+    Scratch of another size is other memory, so that an access beyond its end is a fault.
+    """
 
     def __init__(self):
         self._tickets = torch.zeros(MAX_TICKETS, dtype=torch.int32, device="cpu")
+        self._scratch: dict[int, torch.Tensor] = {}  # by size
         self._lock = threading.RLock()  # launches on one stream run in order
 
     def take(self, stream: int, floats: int, num_tickets: int = 0) -> tuple[int, int, torch.Tensor]:
-        scratch = _empty((floats,), (1,), torch.float32)
+        if floats not in self._scratch:
+            self._scratch[floats] = _uninitialized((floats,), (1,), torch.float32)
+        scratch = _poison(self._scratch[floats])
         return self._tickets.data_ptr(), scratch.data_ptr(), scratch
 
     def checked(self, launch: Callable[..., None], name: str) -> Callable[..., None]:

@@ -219,6 +219,7 @@ def _ended(name: str, grid: Grid) -> Ended:
         grid.lets_next_begin,
         grid.waits_first,
         races.dependent.running,
+        races.reads_of,
     )
     ended.remember(grid.memory.bytes_at)
     return ended

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from quackish.emulator import waits
 from quackish.emulator.clocks import Clock, joined
 from quackish.emulator.errors import Fault, Place
 from quackish.emulator.threads import Cta, Parked, num_warps
@@ -20,6 +21,15 @@ class Arrival(NamedTuple):
     epoch: int
     phase: int
     place: Callable[[], Place]
+    # Of a tcgen05.commit with products: the component and epoch of its issue, and the latest epoch with products.
+    issued: tuple[int, int, int] | None
+
+    def is_under_way(self, component: int, seen: np.ndarray) -> bool:
+        """True if only a commit's signal may be late: `seen` has its issue, and the products of its component."""
+        if self.issued is None:
+            return False
+        warp, epoch, products = self.issued
+        return bool(epoch <= seen[warp] and products <= seen[component])
 
 
 class Mbarrier:
@@ -38,6 +48,7 @@ class Mbarrier:
         # The components of the warps that have arrived in this phase and in the one before -> the epoch of the arrival.
         self.arrivals: dict[int, int] = {}
         self.last_arrivals: dict[int, int] = {}
+        self.waits: dict[int, waits.Wait] = {}  # by component of the warp
         self.observed = 0  # threads have waited for the ends of so many phases
         self.waiting: list[Parked] = []
 
@@ -47,9 +58,11 @@ class Mbarrier:
             f"and {self.transactions} bytes pending"
         )
 
-    def arrived_from(self, component: int, epoch: int, place: Callable[[], Place]) -> None:
+    def arrived_from(
+        self, component: int, epoch: int, place: Callable[[], Place], issued: tuple[int, int, int] | None = None
+    ) -> None:
         """Records an arrival from another CTA."""
-        self.remote[component] = Arrival(epoch, self.phase, place)
+        self.remote[component] = Arrival(epoch, self.phase, place, issued)
 
     @property
     def is_unused(self) -> bool:
@@ -82,6 +95,7 @@ class Mbarrier:
         """If nothing is pending, ends the phase and releases the threads that wait for it."""
         self.cta.grid.num_events += 1
         if self.pending == 0 and self.transactions == 0:
+            waits.check(self)
             self.phase += 1
             self.pending = self.count
             self.last_arrivals, self.arrivals = self.arrivals, {}
@@ -198,8 +212,11 @@ class ClusterBarrier:
         # "The optional .relaxed qualifier on barrier.cluster.arrive specifies that there are no memory ordering and
         # visibility guarantees provided for the memory accesses performed prior to barrier.cluster.arrive." (PTX)
         races, lanes = cta.grid.races, cta.lanes(mask)
-        is_relaxed = ".relaxed" in cta.grid.opcode
-        self.clock = joined(self.clock, races.release_relaxed(lanes) if is_relaxed else races.release(lanes))
+        if ".relaxed" in cta.grid.opcode:
+            clock = races.release_relaxed(lanes, within_cta=self.cluster.size == 1)
+        else:
+            clock = races.release(lanes)
+        self.clock = joined(self.clock, clock)
         cta.grid.num_events += 1
         self.check()
 

@@ -23,7 +23,18 @@ ORDERED = 0  # it precedes
 SHARED, GLOBAL = 1, 2  # it precedes, and a fence for the async proxy's accesses of this memory is in between
 INITIALIZED = 3  # each mbarrier.init in it precedes
 FENCED = 3  # for accesses of tensor memory: it precedes, and a tcgen05.fence::before_thread_sync is in between
-_ROWS = 4
+POLLED = 4  # it precedes what a strong operation, not of an order that releases and acquires, has found
+_ROWS = 5
+
+# Scopes: which other threads an operation is ordered with. Those of .sys are here all threads of the GPU.
+CTA, CLUSTER, GPU = range(3)
+_SCOPES = {"cta": CTA, "cluster": CLUSTER, "gpu": GPU, "gl": GPU, "sys": GPU}
+
+
+@functools.cache
+def scope_of(opcode: str) -> int:
+    """The scope of a fence, or of a strong operation on global memory; of most that name none it is .gpu or wider."""
+    return next((_SCOPES[part] for part in opcode.split(".") if part in _SCOPES), GPU)
 
 
 class Clock(NamedTuple):
@@ -54,7 +65,8 @@ def merged(a: dict[int, np.ndarray], b: dict[int, np.ndarray]) -> dict[int, np.n
         return a
     if not a:
         return b
-    return a | {cluster: _maximum(a[cluster], seen) if cluster in a else seen for cluster, seen in b.items()}
+    news = ((cluster, seen, a.get(cluster)) for cluster, seen in b.items())
+    return a | {cluster: seen if old is None else _maximum(old, seen) for cluster, seen, old in news if old is not seen}
 
 
 def _of_epoch(component: int, epoch: int) -> np.ndarray:
@@ -85,10 +97,13 @@ class Clocks:
         own = np.arange(num_warps)
         self.seen[ORDERED, own, own] = 1
         self.others: list[dict[int, np.ndarray]] = [{} for _ in range(num_warps)]  # other clusters, of each warp
-        self.at_fence: dict[int, Clock] = {}  # warp -> its clock at its latest fence
-        self.at_gpu_fence: dict[int, Clock] = {}  # the same of fences that reach other clusters
+        self.at_fence: dict[tuple[int, int], Clock] = {}  # (warp, scope) -> its clock at its latest fence so wide
         self.has_relaxed_arrivals = False  # at mbarriers, or waits there
-        self.until_fence: dict[int, Clock | None] = {}  # warp -> what a fence lets it see, after a relaxed load
+        # (warp, scope) -> what a fence at least so wide lets it see, after a relaxed load
+        self.until_fence: dict[tuple[int, int], Clock | None] = {}
+        # warp -> address -> what strong writes there come after, by cluster: `POLLED`. It is learned when it matters,
+        # because a thread that polls finds much of it many times.
+        self.found: dict[int, dict[int, dict[int, np.ndarray]]] = {}
         # warp -> asynchronous work that its relaxed waits have found complete; what it issues later comes after that
         self.completed: dict[int, Clock] = {}
 
@@ -132,9 +147,30 @@ class Clocks:
 
     def release(self, warps: Any) -> Clock:
         """The clock of all that the warps did until now. What they do next is in a new epoch."""
+        if self.found:
+            self.learn_found(warps)
         clock = Clock(self.seen[:, warps].max(axis=1), functools.reduce(merged, [self.others[w] for w in warps]))
         self.tick(warps)
         return clock
+
+    def learn_found(self, warps: Any) -> None:
+        """Records what the warps have `found`."""
+        for warp in warps:
+            for number, seen in (item for counts in self.found.pop(warp, {}).values() for item in counts.items()):
+                latest = np.maximum(seen[ORDERED], seen[POLLED])
+                if number == self.number:
+                    known = self.seen[POLLED, warp, : len(latest)]
+                    np.maximum(known, latest, out=known)
+                else:
+                    only = np.zeros_like(seen)
+                    only[POLLED] = latest
+                    self.others[warp] = merged(self.others[warp], {number: only})
+
+    def found_by(self, warp: int) -> Clock:
+        """The clock of what comes after something that a warp does now only because it does that: see `POLLED`."""
+        seen = np.zeros_like(self.seen[:, warp])
+        seen[POLLED] = np.maximum(self.seen[ORDERED, warp], self.seen[POLLED, warp])
+        return Clock(seen, {})
 
     def acquire(self, warps: Any, clock: Clock | None) -> None:
         """Orders what a clock knows before what the warps do from now on."""
@@ -194,7 +230,8 @@ class Events:
         self.component = np.zeros(1024, np.int32)
         self.epoch = np.zeros(1024, np.int32)
         self.is_async = np.zeros(1024, np.bool_)
-        self.is_atomic = np.zeros(1024, np.bool_)  # an atomic operation on shared memory
+        self.is_atomic = np.zeros(1024, np.bool_)  # an atomic operation on shared memory, or a strong one on global
+        self.scope = np.zeros(1024, np.int8)  # of a strong operation on global memory
         self.places: list[Callable[[], Place] | None] = [None]
 
     def add(
@@ -208,7 +245,7 @@ class Events:
         """Adds an event for each component, all at the same place. Returns their numbers."""
         first, count = len(self.places), len(components)
         if first + count > len(self.component):
-            for name in ("cluster", "component", "epoch", "is_async", "is_atomic"):
+            for name in ("cluster", "component", "epoch", "is_async", "is_atomic", "scope"):
                 old = getattr(self, name)
                 setattr(self, name, np.concatenate([old, np.zeros_like(old)]))
         self.places += [place] * count
@@ -244,8 +281,8 @@ class Shadow:
         self.writes = np.zeros(count, np.int32)  # events
         self.write_lanes = np.zeros(count, np.int8)
         self.columns: dict[int, int] = {}  # component -> the column of its reads
-        self.reads = np.zeros((count, 8), np.int32)
-        self.read_lanes = np.zeros((count, 8), np.int8)
+        self.reads = np.zeros((count, 16), np.int32)
+        self.read_lanes = np.zeros((count, 16), np.int8)
 
     def granules(self, offsets: np.ndarray, size: int) -> np.ndarray:
         """The granules of accesses of `size` bytes each, with shape (accesses, granules per access)."""

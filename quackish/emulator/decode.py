@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from quackish.emulator import dataflow, isa, late_loads
+from quackish.emulator.clocks import GPU, scope_of
 from quackish.emulator.operands import Operands, Reader, bits_of, refuse, registers_in, width_of
 from quackish.emulator.ptx import (
     Address,
@@ -57,6 +58,7 @@ class Program(NamedTuple):
     wgmma_bits: dict[int, int]  # row of a 32-bit register that wgmma uses -> its bit
     flows: dataflow.Dataflow
     read_first: list[late_loads.Register]  # registers that may be read before they are written
+    has_narrow_scopes: bool  # a fence, or a strong operation on global memory, of scope .cta or .cluster
 
     def location(self, block: int, index: int) -> str:
         """Where an instruction comes from: its line in the PTX, its source line and its text."""
@@ -113,6 +115,7 @@ class _Decoder:
             self._bits_of_rows(),
             flows,
             flows.read_first(following),
+            any(_is_narrow(instruction.opcode) for instruction in self.entry.instructions),
         )
 
     def _following(self, number: int, block: BasicBlock) -> list[int]:
@@ -373,6 +376,12 @@ class _Decoder:
             first, second = readers
             return lambda lanes: put(lanes, function(first(lanes), second(lanes)))
         return lambda lanes: put(lanes, function(*[read(lanes) for read in readers]))
+
+
+def _is_narrow(opcode: str) -> bool:
+    if opcode.startswith(("fence.mbarrier_init.", "fence.proxy.")):
+        return False
+    return (opcode.startswith(("fence.", "membar.")) or ".global" in opcode) and scope_of(opcode) != GPU
 
 
 def _is_move(instruction: Instruction) -> bool:

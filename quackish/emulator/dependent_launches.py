@@ -1,4 +1,4 @@
-"""Finds accesses, ahead of `griddepcontrol.wait`, of memory that a launch before may still write.
+"""Finds accesses, ahead of `griddepcontrol.wait`, of memory that a launch before may still write, or still read.
 
     "If the prerequisite grid is using griddepcontrol.launch_dependents, then the dependent grid must use
     griddepcontrol.wait to ensure correct functional execution." (PTX, griddepcontrol)
@@ -10,13 +10,21 @@ notices one if that changes memory that a launch wrote.
 import dataclasses
 import zlib
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from quackish.emulator.clocks import ORDERED, WAITED, Events, Shadow
-from quackish.emulator.errors import Fault
+from quackish.emulator.errors import Fault, Place
 from quackish.emulator.memory import POISON
+
+
+class Read(NamedTuple):
+    """What an instruction read of one tensor: `size` bytes at each address."""
+
+    addresses: np.ndarray
+    size: int
+    place: Callable[[], Place]
 
 
 @dataclasses.dataclass
@@ -29,7 +37,10 @@ class Ended:
     lets_next_begin: bool
     waited_first: bool  # a thread executed griddepcontrol.wait before its CTA executed launch_dependents
     running: list["Ended"]  # the launches that may still run when this one begins
+    reads_of: Callable[[tuple[int, int]], Iterable[Read]]  # of a tensor
     contents: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)  # checksums at its end
+    # tensor -> which of its reads, counted from 1, was the last one of each byte
+    last_reads: dict[tuple[int, int], tuple[np.ndarray, list[Read]]] = dataclasses.field(default_factory=dict)
 
     def remember(self, bytes_at: Callable[[int, int], np.ndarray]) -> None:
         """Keeps checksums of the tensors that it wrote, if the next launch may overlap it."""
@@ -59,6 +70,17 @@ class Ended:
                     return int(events.max())
         return 0
 
+    def reader(self, tensor: tuple[int, int], addresses: np.ndarray, size: int) -> Callable[[], Place] | None:
+        """The place of an instruction that read one of the addresses, all in one tensor."""
+        if tensor not in self.last_reads:
+            reads, last = list(self.reads_of(tensor)), np.zeros(tensor[1], np.int32)
+            for i, read in enumerate(reads):
+                last[(read.addresses - np.uint64(tensor[0])).astype(np.intp)[:, None] + np.arange(read.size)] = i + 1
+            self.last_reads[tensor] = last, reads
+        last, reads = self.last_reads[tensor]
+        found = last[(addresses - np.uint64(tensor[0])).astype(np.intp)[:, None] + np.arange(size)].max()
+        return reads[found - 1].place if found else None
+
 
 def _checksum(data: np.ndarray) -> int:
     return zlib.crc32(data.data)
@@ -84,23 +106,37 @@ class DependentLaunch:
         self.running, self._found = running, found
 
     def check(
-        self, addresses: np.ndarray, size: int, clocks: Any, warp: int, verb: str, name: Callable[[], str]
+        self,
+        tensor: tuple[int, int],
+        addresses: np.ndarray,
+        size: int,
+        clocks: Any,
+        warp: int,
+        verb: str,
+        name: Callable[[], str],
     ) -> None:
-        """Reports that a warp accesses what an earlier launch may still write. verb, name: for the message"""
+        """Reports that a warp accesses what an earlier launch may still write, or writes what that may still read.
+
+        verb: "reads" or "writes"; name: for the message
+        """
         # ".wait modifier causes the executing thread to wait until all prerequisite grids in flight have completed and
         # all the memory operations from the prerequisite grids are performed and made visible to the current grid."
         component = clocks.components.get(WAITED)
         if component is not None and clocks.seen[ORDERED, warp, component]:
             return
         for launch in self.running:
-            if event := launch.writer(addresses, size):
+            event, place = launch.writer(addresses, size), None
+            if not event and verb == "writes":
+                place = launch.reader(tensor, addresses, size)
+            if event or place:
+                other = "write" if event else "read"
                 self._found(
                     Fault(
                         "launch-race",
-                        f"a thread {verb} global memory that an earlier launch, {launch.name}, may still write; it has "
-                        "not executed griddepcontrol.wait, and no barrier puts it after a thread that has",
+                        f"a thread {verb} global memory that an earlier launch, {launch.name}, may still {other}; it "
+                        "has not executed griddepcontrol.wait, and no barrier puts it after a thread that has",
                         tensor=name(),
-                        second=launch.events.place(event),
-                        second_is="the write",
+                        second=place() if place else launch.events.place(event),
+                        second_is=f"the {other}",
                     )
                 )

@@ -1,24 +1,43 @@
 """Finds accesses of global memory of which one writes, and which nothing orders in the same launch.
 
 Clocks and events are those of `clocks`. Of several threads that have read the same bytes, the last one is known, and of
-reads before the first write of a tensor, so many as MAX_READS. Reads of bulk loads leave no trace here.
+reads before the first write of a tensor, so many as MAX_READS. Bulk loads are compared with later launches only.
 
 Threads of different clusters are ordered by strong operations on global memory:
 
     "A release pattern X synchronizes with an acquire pattern Y, if a write operation in X precedes a read operation in
     Y in observation order, and the first operation in X and the last operation in Y are morally strong." (PTX, Memory
     synchronization)
+
+Strong operations are morally strong if the scope of each has the thread of the other. (PTX, Morally strong operations)
+So a release is kept for each group of threads that its scope reaches: the CTA, the cluster and all threads. An acquire
+sees what is kept for groups as wide as its own scope, or narrower.
 """
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from quackish.emulator.clocks import GLOBAL, ORDERED, Clock, Clocks, Shadow, joined, merged, one_of_each, threads_of
-from quackish.emulator.dependent_launches import DependentLaunch
+from quackish.emulator.clocks import (
+    CLUSTER,
+    CTA,
+    GLOBAL,
+    GPU,
+    ORDERED,
+    Clock,
+    Clocks,
+    Shadow,
+    joined,
+    merged,
+    one_of_each,
+    scope_of,
+    threads_of,
+)
+from quackish.emulator.dependent_launches import DependentLaunch, Read
 from quackish.emulator.errors import Fault, Place
+from quackish.emulator.polls import Polls
 from quackish.emulator.races import Races
 from quackish.emulator.threads import Lanes
 
@@ -31,6 +50,7 @@ class Semantics(NamedTuple):
     acquires: bool
     writes: bool  # a load that also writes: an atomic operation
     is_not_coherent: bool  # ld.global.nc
+    scope: int
 
 
 @functools.cache
@@ -46,13 +66,15 @@ def semantics(opcode: str) -> Semantics:
         bool({"acquire", "acq_rel"} & orders),
         is_atomic,
         "nc" in parts,
+        scope_of(opcode),
     )
 
 
+_WORDS = 4, 8  # bytes of tickets and flags
 MAX_READS = 1 << 14  # loads of a tensor that are kept until something writes it
 
 
-class Read(NamedTuple):
+class Load(NamedTuple):
     """A load of a tensor."""
 
     lanes: Lanes  # that execute it
@@ -68,12 +90,16 @@ class GlobalRaces:
 
     def __init__(self, races: Races, dependent: DependentLaunch):
         self.races, self.events = races, races.events
-        self.dependent = dependent
+        self.dependent, self.polls = dependent, Polls(races.grid)
         self.shadows: dict[tuple[int, int], Shadow] = {}  # by tensor: (address, bytes)
-        self.reads: dict[tuple[int, int], list[Read]] = {}  # of tensors without a shadow
-        self.released: dict[int, dict[int, np.ndarray]] = {}  # address -> what an acquire there sees, by cluster
-        # (address, cluster) -> what that cluster sees beyond that, because of fences that reach no other one
-        self.released_within: dict[tuple[int, int], dict[int, np.ndarray]] = {}
+        self.loads: dict[tuple[int, int], list[Load]] = {}  # of tensors without a shadow
+        self.bulk_loads: dict[tuple[int, int], list[Read]] = {}
+        # address -> group of threads -> what an acquire of these threads there sees, by cluster
+        self.released: dict[int, dict[Hashable, dict[int, np.ndarray]]] = {}
+        # (cluster, warp, group) -> what the warp has acquired last, one of those dictionaries
+        self.acquired: dict[tuple[int, int, Hashable], dict[int, np.ndarray]] = {}
+        # If no scope of the program is narrow, all threads are the only group.
+        self.scopes = (CTA, CLUSTER, GPU) if races.grid.program.has_narrow_scopes else (GPU,)
 
     # Instructions of threads. A tensor is (address, bytes).
 
@@ -82,9 +108,12 @@ class GlobalRaces:
         meaning = semantics(self.races.grid.opcode)
         self._check_launch(tensor, addresses[which], size, "reads")
         if meaning.is_strong:
+            self._check_scopes(tensor, addresses, size, which, meaning)
             self._synchronize(addresses, meaning)
             if meaning.writes:
                 self._record(tensor, addresses, size, which)
+            elif size in _WORDS:
+                self.polls.load(addresses[which], size, self._warps(len(addresses))[2][which])
             return
         if (shadow := self.shadows.get(tensor)) is not None:
             self._check(tensor, shadow, addresses, size, which)
@@ -102,12 +131,18 @@ class GlobalRaces:
         meaning = semantics(self.races.grid.opcode)
         self._check_launch(tensor, addresses[which], size, "writes")
         if meaning.is_strong:
+            self._check_scopes(tensor, addresses, size, which, meaning)
             self._synchronize(addresses, meaning, is_store=True)
         elif (shadow := self.shadows.get(tensor)) is not None:
             self._check(tensor, shadow, addresses, size, which, changes)
-        if not meaning.is_strong and (tensor in self.reads or tensor in self.shadows):
+        if not meaning.is_strong and (tensor in self.loads or tensor in self.shadows):
             self._check_reads(tensor, addresses, size, which, changes)
         self._record(tensor, addresses, size, which)
+
+    def store_word(self, addresses: np.ndarray, values: np.ndarray) -> None:
+        """Threads are about to store one value each."""
+        if values.dtype.itemsize in _WORDS and semantics(self.races.grid.opcode).is_strong:
+            self.polls.store(addresses, values, self._warps(len(addresses))[2])
 
     def _check_launch(self, tensor: tuple[int, int], addresses: np.ndarray, size: int, verb: str) -> None:
         """Reports an access of what an earlier launch may still write."""
@@ -115,35 +150,47 @@ class GlobalRaces:
             lanes, memory = self.races.grid.executing, self.races.grid.memory
             name = functools.partial(memory.name_of, *tensor)
             for warp in self.races.warps(lanes).tolist():
-                self.dependent.check(addresses, size, lanes.cta.cluster.clocks, warp, verb, name)
+                self.dependent.check(tensor, addresses, size, lanes.cta.cluster.clocks, warp, verb, name)
+
+    def reads_of(self, tensor: tuple[int, int]) -> Iterator[Read]:
+        """The last reads of a tensor by weak loads, and all by bulk loads."""
+        for load in self.loads.get(tensor, ()):
+            yield Read(load.addresses[load.which], load.size, load.place)
+        yield from self.bulk_loads.get(tensor, ())
+        if (shadow := self.shadows.get(tensor)) is not None and 0 in shadow.columns:
+            events = shadow.reads[:, shadow.columns[0]]
+            for event in np.unique(events[events > 0]).tolist():
+                granules = np.flatnonzero(events == event).astype(np.uint64)
+                addresses = np.uint64(tensor[0]) + granules * np.uint64(shadow.granule)
+                yield Read(addresses, shadow.granule, functools.partial(self.events.place, event))
 
     def _shadow(self, tensor: tuple[int, int]) -> Shadow:
         shadow = self.shadows.get(tensor)
         if shadow is None:
             shadow = self.shadows[tensor] = Shadow(tensor[1])
-            for read in self.reads.pop(tensor, []):
-                self._add_read(tensor, read)
+            for load in self.loads.pop(tensor, []):
+                self._add_load(tensor, load)
         return shadow
 
     def _record_read(self, tensor: tuple[int, int], addresses: np.ndarray, size: int, which: Any) -> None:
         """Records the executing warps as the last readers, or keeps the read until something writes the tensor."""
-        reads = None if tensor in self.shadows else self.reads.setdefault(tensor, [])
-        if reads is not None and len(reads) == MAX_READS:
+        loads = None if tensor in self.shadows else self.loads.setdefault(tensor, [])
+        if loads is not None and len(loads) == MAX_READS:
             return
         lanes = self.races.grid.executing
         warps = self.races.warps(lanes)
         epochs = lanes.cta.cluster.clocks.seen[ORDERED, warps, warps]
-        read = Read(lanes, epochs, addresses, size, which, self.races.grid.place())
-        if reads is None:
-            self._add_read(tensor, read)
+        load = Load(lanes, epochs, addresses, size, which, self.races.grid.place())
+        if loads is None:
+            self._add_load(tensor, load)
         else:
-            reads.append(read)
+            loads.append(load)
 
-    def _add_read(self, tensor: tuple[int, int], read: Read) -> None:
-        shadow, clocks = self.shadows[tensor], read.lanes.cta.cluster.clocks
-        events = self.events.add(clocks, self.races.warps(read.lanes), read.epochs, False, read.place)
-        granules = shadow.granules(read.addresses[read.which] - np.uint64(tensor[0]), read.size)
-        event = events[threads_of(read.lanes.mask).which[read.which]]
+    def _add_load(self, tensor: tuple[int, int], load: Load) -> None:
+        shadow, clocks = self.shadows[tensor], load.lanes.cta.cluster.clocks
+        events = self.events.add(clocks, self.races.warps(load.lanes), load.epochs, False, load.place)
+        granules = shadow.granules(load.addresses[load.which] - np.uint64(tensor[0]), load.size)
+        event = events[threads_of(load.lanes.mask).which[load.which]]
         shadow.reads[granules, shadow.column(0)] = event[:, None]
 
     def _check_reads(
@@ -178,7 +225,8 @@ class GlobalRaces:
         clocks, warps, warp = self._warps(len(addresses))
         shadow = self._shadow(tensor)
         events = self.events.add(clocks, warps, clocks.seen[ORDERED, warps, warps], False, self.races.grid.place())
-        self.events.is_atomic[events] = semantics(self.races.grid.opcode).is_strong
+        meaning = semantics(self.races.grid.opcode)
+        self.events.is_atomic[events], self.events.scope[events] = meaning.is_strong, meaning.scope
         granules = shadow.granules(addresses[which] - np.uint64(tensor[0]), size)
         shadow.writes[granules] = events[np.searchsorted(warps, warp[which])][:, None]
 
@@ -209,6 +257,37 @@ class GlobalRaces:
             for i, j in one_of_each(found, late):
                 who = f"warp {warp[i] % self.races.grid.executing.cta.num_warps} {verb}"
                 self._found(tensor, int(granules[i, j]) * shadow.granule, who, found[i, j], warp[i])
+
+    def _check_scopes(
+        self, tensor: tuple[int, int], addresses: np.ndarray, size: int, which: Any, meaning: Semantics
+    ) -> None:
+        """Reports a strong operation and a strong write before it that nothing orders, if a scope lacks a thread."""
+        shadow = self.shadows.get(tensor)
+        if len(self.scopes) == 1 or shadow is None:
+            return
+        granules = shadow.granules(addresses[which] - np.uint64(tensor[0]), size)
+        found = shadow.writes[granules]
+        clocks, _, warp = self._warps(len(addresses))
+        warp = warp[which]
+        late = self._late(found, clocks, warp[:, None], ORDERED) & self.events.is_atomic[found]
+        cta = self.races.grid.executing.cta
+        in_cluster = self.events.cluster[found] == clocks.number
+        in_cta = in_cluster & (self.events.component[found] // cta.num_warps == cta.rank)
+        scope = np.minimum(self.events.scope[found], meaning.scope)
+        late &= (scope < GPU) & ~np.where(scope == CTA, in_cta, in_cluster)
+        for i, j in one_of_each(found, late) if late.any() else ():
+            where = self._where(tensor, int(granules[i, j]) * shadow.granule)
+            self.races.grid.found(
+                Fault(
+                    "global-race",
+                    f"warp {warp[i] % cta.num_warps} accesses {where} by a strong operation, and the scope of this or "
+                    "of the strong write before it does not have both threads",
+                    advice="scope .gpu has the threads of all CTAs, .cluster those of a cluster",
+                    tensor=self.races.grid.memory.name_of(*tensor),
+                    second=self.events.place(found[i, j]),
+                    second_is="the write",
+                )
+            )
 
     def _check_not_written(
         self, tensor: tuple[int, int], shadow: Shadow, addresses: np.ndarray, size: int, which: Any
@@ -257,51 +336,67 @@ class GlobalRaces:
         lanes = self.races.grid.executing
         clocks, warps = lanes.cta.cluster.clocks, self.races.warps(lanes)
         places = set(addresses.tolist())
+        groups = {CTA: (clocks.number, lanes.cta.rank), CLUSTER: clocks.number, GPU: None}
+        reached = [(scope, groups[scope]) for scope in self.scopes if scope <= meaning.scope]
         if not is_store:
-            self._acquire(clocks, warps, places, meaning)
+            self.polls.find(places, warps)
+            self._acquire(clocks, warps, places, reached, meaning)
         if meaning.writes or is_store:
-            everywhere = within = None
-            for warp in warps.tolist():
-                everywhere = joined(everywhere, clocks.at_gpu_fence.get(warp))
-                within = joined(within, clocks.at_fence.get(warp))
-            if meaning.releases:
-                everywhere = joined(everywhere, clocks.release(warps))
-            for place in places:
-                if is_store:  # it hides earlier releases
+            self.polls.count(places, warps)
+            now = clocks.release(warps) if meaning.releases else None
+            if is_store:  # it hides earlier releases
+                for place in places:
                     self.released.pop(place, None)
-                    for number in range(self.races.grid.num_clusters if self.released_within else 0):
-                        self.released_within.pop((place, number), None)
-                self._release(self.released, place, everywhere, clocks.number)
-                if not meaning.releases and within is not everywhere:
-                    self._release(self.released_within, (place, clocks.number), within, clocks.number)
+            for scope, group in reached:
+                clock = now
+                for warp in warps.tolist():
+                    clock = joined(clock, clocks.at_fence.get((warp, scope)))
+                if clock is not None:
+                    for place in places:
+                        self._release(self.released.setdefault(place, {}), group, clock, clocks.number)
 
     @staticmethod
-    def _release(released: dict, place: Hashable, clock: Clock | None, cluster: int) -> None:
-        """Adds a clock of a cluster to what is released at a place.
+    def _release(released: dict, group: Hashable, clock: Clock, cluster: int) -> None:
+        """Adds a clock of a cluster to what is released for a group of threads.
 
         Earlier releases are still there: observation order passes through atomic operations.
         """
-        if clock is not None:
-            released[place] = merged(released.get(place, {}), clock.others | {cluster: clock.seen})
+        released[group] = merged(released.get(group, {}), clock.others | {cluster: clock.seen})
 
-    def _acquire(self, clocks: Clocks, warps: np.ndarray, places: set[int], meaning: Semantics) -> None:
-        """Lets warps see what was released at the places; with a relaxed operation, after their next fence."""
-        found = [self.released[place] for place in places if place in self.released]
-        if self.released_within:
-            keys = [(place, clocks.number) for place in places]
-            found += [self.released_within[key] for key in keys if key in self.released_within]
-        if not found or self.races.grid.opcode.startswith("red"):
+    def _acquire(
+        self,
+        clocks: Clocks,
+        warps: np.ndarray,
+        places: set[int],
+        groups: list[tuple[int, Hashable]],
+        meaning: Semantics,
+    ) -> None:
+        """Lets warps see what was released at the places; with a relaxed operation, after their next fence.
+
+        groups: (scope, group of threads) of those whose releases the operation sees
+        """
+        if self.races.grid.opcode.startswith("red"):
             # "atomic reductions conceptually perform a strong read as part of its read-modify-write sequence, this
             # strong read does not form an acquire pattern." (PTX, Release and Acquire Patterns)
             return
-        seen = functools.reduce(merged, found)
-        own = seen.get(clocks.number, clocks.seen[:, 0, :0])
-        clock = Clock(own, {cluster: other for cluster, other in seen.items() if cluster != clocks.number})
-        if meaning.acquires:
-            clocks.acquire(warps, clock)
-        else:
-            for warp in warps.tolist():
-                clocks.until_fence[warp] = joined(clocks.until_fence.get(warp), clock)
+        released = [self.released[place] for place in places if place in self.released]
+        for scope, group in groups if released else ():
+            found = [of_groups[group] for of_groups in released if group in of_groups]
+            if not found:
+                continue
+            who = clocks.number, int(warps[0]), group
+            if meaning.acquires and len(warps) == len(found) == 1:
+                if self.acquired.get(who) is found[0]:
+                    continue  # a thread that polls finds the same many times
+                self.acquired[who] = found[0]
+            seen = functools.reduce(merged, found)
+            own = seen.get(clocks.number, clocks.seen[:, 0, :0])
+            clock = Clock(own, {cluster: other for cluster, other in seen.items() if cluster != clocks.number})
+            if meaning.acquires:
+                clocks.acquire(warps, clock)
+            else:
+                for warp in warps.tolist():
+                    clocks.until_fence[warp, scope] = joined(clocks.until_fence.get((warp, scope)), clock)
 
     # The async proxy
 
@@ -327,12 +422,13 @@ class GlobalRaces:
                 where = int(granules[i]) * shadow.granule
                 self._found(tensor, where, "asynchronous work writes", found[i], verb="read")
         event = self.events.add(clocks, [component], epoch, True, self.races.grid.place())[0]
-        self.events.is_atomic[event] = adds
+        self.events.is_atomic[event], self.events.scope[event] = adds, GPU
         shadow.writes[granules] = event
 
     def read_later(self, tensor: tuple[int, int], addresses: np.ndarray, size: int, clocks: Clocks, warp: int) -> None:
         """A bulk load reads rows of `size` bytes."""
         self._check_launch(tensor, addresses, size, "reads")
+        self.bulk_loads.setdefault(tensor, []).append(Read(addresses, size, self.races.grid.place()))
         if tensor not in self.shadows:
             return
         shadow, granules = self._rows(tensor, addresses, size)

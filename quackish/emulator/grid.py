@@ -206,6 +206,7 @@ class Grid:
                 elif is_stuck:
                     raise self._stuck(resident, len(waiting))
             self.completion.finish()
+            self.memory.races.polls.finish()
 
     def _expire_waits(self, resident: list[Cluster]) -> bool:
         """Lets the time limits of waits pass. False if no thread waits, or if the same waits expired without effect.

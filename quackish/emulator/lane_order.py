@@ -87,8 +87,9 @@ class LaneOrder:
     def left_out(self, events: np.ndarray, components: np.ndarray, epochs: np.ndarray, lanes: np.ndarray) -> np.ndarray:
         """True for events of lanes that the epochs which are known of their warps do not cover."""
         result = np.zeros(events.shape, np.bool_)
-        pairs = np.unique(np.stack([components[events > 0], epochs[events > 0]]), axis=1)
-        for warp, epoch in pairs.T.tolist():
+        # Pairs in one number are sorted faster than rows of two.
+        pairs = np.unique(components[events > 0].astype(np.int64) << 32 | epochs[events > 0])
+        for warp, epoch in zip((pairs >> 32).tolist(), (pairs & 0xFFFFFFFF).tolist(), strict=True):
             if release := self.releases.get((warp, epoch)):
                 of_others = (release.lanes >> np.maximum(lanes, 0).astype(np.int64) & 1) == 0
                 result |= (components == warp) & (epochs == epoch) & (events >= release.since) & of_others

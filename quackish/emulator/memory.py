@@ -150,6 +150,8 @@ class GlobalMemory:
         """Stores values[i] at the i-th element after each address."""
         width = values[0].dtype.itemsize
         _check_alignment(addresses, width * len(values), "global")
+        if len(values) == 1:
+            self.races.store_word(addresses, values[0])
         for threads, view, indices, region in self._located(addresses, width, width * len(values)):
             changes = functools.partial(_changes, view, indices, values, threads)
             self.races.write(self._tensor(region), addresses, width * len(values), threads, changes)

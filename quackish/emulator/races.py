@@ -15,6 +15,8 @@ import numpy as np
 from quackish.emulator import lane_order
 from quackish.emulator.advice import Access, barrier_between
 from quackish.emulator.clocks import (
+    CLUSTER,
+    CTA,
     GLOBAL,
     GRANULE,
     INITIALIZED,
@@ -29,6 +31,7 @@ from quackish.emulator.clocks import (
     Threads,
     joined,
     one_of_each,
+    scope_of,
     threads_of,
 )
 from quackish.emulator.errors import Fault
@@ -330,7 +333,11 @@ class SharedRaces(AsyncRaces):
         # happen before the exit of the block that it belongs to. (CUDA Programming Guide, Distributed Shared Memory)
         seen = self._seen_at_exit()
         events, shadow = self.races.events, self.shadow
-        for found, verb in (shadow.writes, "write"), (shadow.reads[:, : len(shadow.columns)], "read"):
+        reads = shadow.reads[:, : len(shadow.columns)]
+        # Epochs of a column grow, so its last read says whether any is late. This is done for each CTA.
+        last = reads.max(axis=0, initial=0)
+        all_before = (events.epoch[last] <= seen[shadow.components()]).all()
+        for found, verb in ((shadow.writes, "write"), *([] if all_before else [(reads, "read")])):
             late = events.epoch[found] > seen[events.component[found]]
             if late.any():
                 for index in one_of_each(found, late):
@@ -340,7 +347,7 @@ class SharedRaces(AsyncRaces):
                 if arrival.phase >= barrier.observed and arrival.epoch > seen[component]:
                     self.races.grid.found(
                         Fault(
-                            "exited-cta",
+                            "exit-before-signal" if arrival.is_under_way(component, seen) else "exited-cta",
                             f"{self.cta} may exit before an arrival of another CTA at its mbarrier, because it has not "
                             f"waited for that phase, and no barrier of the cluster orders them: {barrier}",
                             second=arrival.place(),
@@ -382,6 +389,7 @@ class Races:
         self.grid = grid
         self.events = Events()
         self.groups: dict[Hashable, int] = {}  # owner -> how many groups it has committed
+        self.products: dict[tuple[Any, int], int] = {}  # (CTA, thread) -> the epoch of its latest tcgen05.mma
 
     def advice(self, cluster: Any, warp: int, event: int) -> str:
         """Where a barrier belongs between an event and what a warp does now; "" for asynchronous work."""
@@ -428,15 +436,15 @@ class Races:
         clocks.acquire(warps, clock)
         self.order_warp(lanes)
 
-    def acquire_at_fence(self, lanes: Any, clock: Clock | None) -> None:
-        """Orders what a clock knows before what these threads do after their next fence.
+    def acquire_at_fence(self, lanes: Any, clock: Clock | None, scope: int) -> None:
+        """Orders what a clock knows before what these threads do after their next fence of this scope or a wider one.
 
         Asynchronous work in it is complete, so what the threads issue next comes after it even without a fence.
         """
         clocks = lanes.cta.cluster.clocks
         until_fence = clocks.until_fence
         for warp in self.warps(lanes).tolist():
-            until_fence[warp] = joined(until_fence.get(warp), clock)
+            until_fence[warp, scope] = joined(until_fence.get((warp, scope)), clock)
             clocks.complete(warp, clock)
 
     def meet(self, lanes: Any, others: Any) -> None:
@@ -516,15 +524,13 @@ class Races:
                     clocks.fence_others(warp)
         else:
             # The scope is "the set of threads" to which the fence applies. (PTX, Scope)
-            reaches_others = not opcode.endswith((".cta", ".cluster"))
+            scopes = range(scope_of(opcode) + 1)
             for warp in warps.tolist():
-                until_fence = clocks.until_fence.pop(warp, None)
-                if until_fence and not reaches_others:
-                    clocks.until_fence[warp], until_fence = until_fence, Clock(until_fence.seen, {})
-                clocks.acquire([warp], until_fence)
-                clocks.at_fence[warp] = Clock(clocks.seen[:, warp].copy(), clocks.others[warp])
-                if reaches_others:
-                    clocks.at_gpu_fence[warp] = clocks.at_fence[warp]
+                for scope in scopes:
+                    clocks.acquire([warp], clocks.until_fence.pop((warp, scope), None))
+                clock = Clock(clocks.seen[:, warp].copy(), clocks.others[warp])
+                for scope in scopes:
+                    clocks.at_fence[warp, scope] = clock
         clocks.tick(warps)
 
     def wait_for_launch_before(self, lanes: Any) -> None:
@@ -532,11 +538,11 @@ class Races:
         clocks = lanes.cta.cluster.clocks
         clocks.learn(self.warps(lanes), clocks.component(WAITED), 1)
 
-    def release_relaxed(self, lanes: Any) -> Clock:
-        """What a relaxed operation releases: what came before a fence."""
+    def release_relaxed(self, lanes: Any, within_cta: bool) -> Clock:
+        """What a relaxed operation releases: what came before a fence whose scope has those who wait for it."""
         clocks, result = lanes.cta.cluster.clocks, None
         for warp in self.warps(lanes).tolist():
-            result = joined(result, clocks.at_fence.get(warp))
+            result = joined(result, clocks.at_fence.get((warp, CTA if within_cta else CLUSTER)))
             initialized = np.zeros_like(clocks.seen[:, warp])
             initialized[INITIALIZED] = clocks.seen[INITIALIZED, warp]
             result = joined(result, Clock(initialized, {}))
@@ -547,8 +553,9 @@ class Races:
 
     def copy_to(self, cta: Any, granules: np.ndarray, thread: int, issuer: Any, barrier: Any) -> None:
         """Records a copy to a CTA's shared memory that an mbarrier tracks. issuer: the CTA of `thread`."""
-        component = cta.cluster.clocks.component(barrier)
-        cta.shared.races.write_later(granules, [self.first_warp(issuer) + thread // WARP], component, barrier.phase + 1)
+        clocks, warp = cta.cluster.clocks, self.first_warp(issuer) + thread // WARP
+        cta.shared.races.write_later(granules, [warp], clocks.component(barrier), barrier.phase + 1)
+        barrier.arrived = joined(barrier.arrived, clocks.found_by(warp))
 
     def carry(self, lanes: Any, thread: int, barrier: Any) -> None:
         """Orders what the thread did before this instruction before the end of the mbarrier's phase."""
@@ -586,6 +593,7 @@ class Races:
     def product_of(self, cta: Any, thread: int) -> tuple[list[int], int, int]:
         """Returns ([warp], component, epoch) of a tcgen05.mma that a thread issues."""
         component, epoch = self.group(cta, ("tcgen05.mma", thread))
+        self.products[cta, thread] = epoch
         warp = self.first_warp(cta) + thread // WARP
         cta.cluster.clocks.products.add(component)
         cta.cluster.clocks.own_tensor_access(warp, component)
@@ -601,7 +609,9 @@ class Races:
     def commit_remotely(self, cta: Any, thread: int, barrier: Any) -> None:
         """Records a tcgen05.commit, before its products are committed, if the mbarrier is in another CTA."""
         if barrier.cta is not cta:
-            barrier.arrived_from(*self.group(cta, ("tcgen05.mma", thread)), self.grid.place())
+            warp, products = self.first_warp(cta) + thread // WARP, self.products.get((cta, thread))
+            issued = products and (warp, int(cta.cluster.clocks.seen[ORDERED, warp, warp]), products)
+            barrier.arrived_from(*self.group(cta, ("tcgen05.mma", thread)), self.grid.place(), issued)
 
     def commit_products(self, cta: Any, thread: int) -> Clock | None:
         """What precedes the arrival of a tcgen05.commit: the products of the thread, and what came before them."""

@@ -32,7 +32,10 @@ RULES = {
     # Barriers
     "deadlock": Rule("No thread can go on, or threads poll what no thread will change."),
     "barrier-count": Rule("Counts of threads at a barrier that differ, or that it does not expect."),
-    "barrier-phase": Rule("Arrivals at a barrier that nothing orders after its last phase.", goes_on=True),
+    "barrier-phase": Rule(
+        "Arrivals at a barrier that nothing orders after its last phase, or waits before the end of the next.",
+        goes_on=True,
+    ),
     "mbarrier-count": Rule("Arrivals or bytes at an mbarrier that its phase does not expect."),
     "mbarrier-uninitialized": Rule("A use of an mbarrier that is not initialized."),
     "mbarrier-memory": Rule("An access of memory that holds an mbarrier, or `mbarrier.init` of one that was used."),
@@ -45,6 +48,9 @@ RULES = {
     "exited-cta": Rule("An access of shared memory of a CTA that has exited, or may have."),
     "exit-with-work": Rule("A CTA that exits while asynchronous work writes its shared memory.", goes_on=True),
     "exit-with-read": Rule("A CTA that exits while asynchronous work reads its shared memory.", FORMAL, True),
+    "exit-before-signal": Rule(
+        "A CTA that exits before the signal of a peer's `tcgen05.commit`, whose products are complete.", FORMAL, True
+    ),
     "tensor-memory-lanes": Rule("An access of lanes of tensor memory that the warp or the product cannot access."),
     "tensor-memory-first-lanes": Rule(
         "An address of tensor memory in lanes of the first warp, for those of another warp.", FORMAL, True

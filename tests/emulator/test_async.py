@@ -1,6 +1,7 @@
 """Asynchronous instructions of the emulator whose meaning needs several CTAs, or a wait that is missing."""
 
 import dataclasses
+import functools
 import re
 
 import numpy as np
@@ -178,6 +179,44 @@ def test_a_pair_that_allocates_before_both_ctas_have_started():
         assert findings(PAIR, grid=(2, 1, 1), cluster=(2, 1, 1), seed=seed) == set()
         wrong = findings(PAIR.removeprefix(STARTED), grid=(2, 1, 1), cluster=(2, 1, 1), seed=seed)
         assert wrong == {("cta-pair-start", "formal")}
+
+
+COMMITS = (
+    ALLOCATE.format(32)
+    + """
+add.u32 %bar, %base, 64; @%first mbarrier.init.shared.b64 [%bar], 1; @%first mbarrier.init.shared.b64 [%bar+8], 1;
+TOGETHER
+mov.u32 %a, %cluster_ctarank; setp.ne.u32 %p, %a, 0; @%p bra OTHER;
+mapa.shared::cluster.u32 %c, %bar, 1; ld.shared.b32 %b, [%base];
+add.u32 %a, %base, 512; shr.u32 %a, %a, 4; cvt.u64.u32 %low, %a; or.b64 %low, %low, 0x400800000000;
+@%first tcgen05.cp.cta_group::1.32x128b.warpx4 [%b], %low;
+@%first tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%c];
+@%first tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%bar];
+@%first tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%c+8];
+ISSUED
+OWN: mbarrier.try_wait.parity.shared.b64 %q, [%bar], 0; @!%q bra OWN;
+bra END;
+OTHER: ISSUED
+WAIT
+END:
+"""
+    + FREE.format(32)
+).replace("TOGETHER", STARTED)
+
+
+def test_a_cta_that_exits_before_the_signal_of_a_commit():
+    """Formal if it knows that the products are complete, as in flash-attn-4's backward."""
+    pair = dict(grid=(2, 1, 1), cluster=(2, 1, 1))
+    first, last = (f"W{i}: mbarrier.try_wait.parity.shared.b64 %q, [%bar+{i}], 0; @!%q bra W{i};" for i in (0, 8))
+    for completion in ("at_once", "late"):
+        for seed in range(4):
+            found = functools.partial(findings, completion=completion, seed=seed, **pair)
+            body = COMMITS.replace("ISSUED", STARTED)
+            assert found(body.replace("WAIT", last)) == set()
+            assert found(body.replace("WAIT", first)) == {("exit-before-signal", "formal")}
+            for wrong in COMMITS.replace("WAIT", first).replace("ISSUED", ""), body.replace("WAIT", ""):
+                with pytest.raises(emulator.Fault, match="exited-cta"):
+                    found(wrong)
 
 
 ISSUE = """

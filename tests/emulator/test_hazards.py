@@ -182,6 +182,23 @@ def test_groups_that_may_arrive_in_one_phase(right, wrong, threads):
     check(begin + right, begin + wrong, "barrier-(phase|count)", threads=threads)
 
 
+def test_a_wait_that_may_come_a_phase_too_late():
+    """The second warp waits for the first phase, and the first warp ends two."""
+    body = """
+        @%first mbarrier.init.shared.b64 [%s], 32; @%first mbarrier.init.shared.b64 [%s+8], 32; bar.sync 0;
+        setp.ge.u32 %p, %t, 32; @%p bra WAITER;
+        mbarrier.arrive.shared.b64 _, [%s]; {} mbarrier.arrive.shared.b64 _, [%s]; bra END;
+        WAITER: {} A: mbarrier.try_wait.parity.shared.b64 %p, [%s], 0; @!%p bra A;
+        {} END:
+    """
+    later = "mov.u32 %v, 500; LOOP: sub.u32 %v, %v, 1; setp.ne.u32 %p, %v, 0; @%p bra LOOP;"  # in this run
+    answer = "B: mbarrier.try_wait.parity.shared.b64 %p, [%s+8], 0; @!%p bra B;"
+    message = "barrier-phase: a wait has passed before the end of phase 1"
+    arrive = "mbarrier.arrive.shared.b64 _, [%s+8];"
+    check(body.format(answer, "", arrive), body.format(later, "", arrive), message)
+    check(body.format(answer, "", arrive), body.format(answer + later, arrive, ""), message)
+
+
 ARRIVE_ALONE = """
     @%first mbarrier.init.shared.b64 [%s], 1; bar.sync 0; add.u32 %a, %a, 1024; setp.ge.u32 %p, %t, 32; @%p bra WAIT;
     {before} {sync} @%first mbarrier.arrive.shared.b64 _, [%s]; bra END;
@@ -285,6 +302,27 @@ def test_a_number_in_another_cta():
     )
 
 
+def test_fences_of_the_cta_at_barriers_of_the_cluster():
+    """Behind relaxed arrivals and waits."""
+    body = """
+        mov.u32 %r, %cluster_ctarank; xor.b32 %n, %r, 1; mapa.shared::cluster.u32 %b, %a, %n;
+        st.shared::cluster.u32 [%b], %r; fence.acq_rel.{}; barrier.cluster.arrive.relaxed; barrier.cluster.wait;
+        ld.shared.u32 %v, [%a];
+    """
+    check(body.format("cluster"), body.format("cta"), r"race: thread \d+ reads", threads=32, ctas=2)
+    body = """
+        @%first mbarrier.init.shared.b64 [%s+1024], 32; fence.mbarrier_init.release.cluster;
+        barrier.cluster.arrive; barrier.cluster.wait;
+        mov.u32 %r, %cluster_ctarank; xor.b32 %n, %r, 1; mapa.shared::cluster.u32 %b, %a, %n;
+        mapa.shared::cluster.u32 %m, %s, %n; st.shared::cluster.u32 [%b], %r; fence.acq_rel.{};
+        mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%m+1024];
+        WAIT: mbarrier.try_wait.parity.relaxed.cluster.shared.b64 %p, [%s+1024], 0; @!%p bra WAIT;
+        fence.acq_rel.{}; ld.shared.u32 %v, [%a]; barrier.cluster.arrive; barrier.cluster.wait;
+    """
+    for wrong in ("cta", "cluster"), ("cluster", "cta"):
+        check(body.format("cluster", "cluster"), body.format(*wrong), r"race: thread \d+ reads", threads=32, ctas=2)
+
+
 # The async proxy
 
 STORE = """
@@ -369,12 +407,11 @@ RELAXED_RED, RELAXED_LOAD = RELEASE.replace("release", "relaxed"), ACQUIRE.repla
 FENCED = "bar.sync 0; fence.acq_rel.gpu;"
 
 
-def send(barrier="bar.sync 0;", send=RELEASE, receive=ACQUIRE, after="", completion="at_once", seed=0):
+def send(barrier="bar.sync 0;", send=RELEASE, receive=ACQUIRE, after="", cluster=1, seed=0, all_races=False):
     body = MESSAGE.format(barrier=barrier, send=send, receive=receive, after=after)
-    launch(
-        kernel("mov.u32 %t, %tid.x; setp.eq.u32 %first, %t, 0;" + body, "out", REGISTERS, SHARED), np.zeros(96, U32),
-        grid=(2, 1, 1), block=(64, 1, 1), completion=completion, seed=seed,
-    )  # fmt: skip
+    text = kernel("mov.u32 %t, %tid.x; setp.eq.u32 %first, %t, 0;" + body, "out", REGISTERS, SHARED)
+    how = dict(grid=(2, 1, 1), block=(64, 1, 1), cluster=(cluster, 1, 1), seed=seed, all_races=all_races)
+    return record(text, np.zeros(96, U32), **how).findings
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -402,6 +439,43 @@ def test_a_release_and_an_acquire_order_ctas(seed):
             send(**mistake, seed=seed)
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_scopes_that_lack_a_thread(seed):
+    """Of an operation or of a fence, on the side that releases or on the one that acquires."""
+    for narrow, cluster in ("cta", 1), ("cta", 2), ("cluster", 1):
+        reaches = "gpu" if cluster == 1 else "cluster"
+        red, load, fence, stronger_red, stronger_load = (
+            text.replace("gpu", narrow) for text in (RELAXED_RED, RELAXED_LOAD, "fence.acq_rel.gpu;", RELEASE, ACQUIRE)
+        )
+        for right in (
+            {"send": RELEASE.replace("gpu", reaches), "receive": ACQUIRE.replace("gpu", reaches)},
+            {"barrier": FENCED.replace("gpu", reaches), "send": RELAXED_RED},
+            {"receive": RELAXED_LOAD, "after": f"fence.acq_rel.{reaches};"},
+        ):
+            send(**right, cluster=cluster, seed=seed)
+        for wrong in (
+            {"send": stronger_red},
+            {"receive": stronger_load},
+            {"barrier": "bar.sync 0;" + fence, "send": RELAXED_RED},
+            {"barrier": FENCED, "send": red},
+            {"receive": RELAXED_LOAD, "after": fence},
+            {"receive": load, "after": "fence.acq_rel.gpu;"},
+        ):
+            with pytest.raises(Fault, match=r"global-race: warp . (reads global|accesses .*the scope of this or)"):
+                send(**wrong, cluster=cluster, seed=seed)
+        for side in {"send": stronger_red}, {"receive": stronger_load}:  # the numbers have no order either
+            found = send(**side, cluster=cluster, seed=seed, all_races=True)
+            assert any("reads global memory" in finding.message for finding in found)
+
+
+def test_tickets_of_a_scope_that_lacks_a_cta():
+    body = "@%first atom.acq_rel.{}.global.add.u32 %v, [%out], 1;"
+    check(
+        body.format("cluster"), body.format("cta"), "global-race: .* the scope of this or of the strong write", ctas=2
+    )
+    run(body.format("cta"), ctas=1)
+
+
 def test_a_non_coherent_load_of_what_the_launch_has_written():
     body = "mad.wide.u32 %o, %t, 4, %out; st.global.u32 [%o], %t; bar.sync 0; {} %v, [%out];"
     wrong = body.format("ld.global.nc.u32")
@@ -421,6 +495,7 @@ def test_a_fence_of_the_cta_orders_warps_of_the_cta():
     fence, wrong = "fence.acq_rel.cta;", "global-race: warp 1 reads"
     check(body.format(fence, fence), body.format(fence, ""), wrong)
     check(body.format(fence, fence), body.format("", fence), wrong)
+    run(body.format("", "").replace("st.relaxed.gpu", "st.release.cta").replace("ld.relaxed.gpu", "ld.acquire.cta"))
 
 
 WRITES = "setp.ge.u32 %p, %t, 32; shr.u32 %v, %t, {shift}; and.b32 %a, %t, 31; mad.wide.u32 %o, %a, 4, %out;"
@@ -457,6 +532,48 @@ def test_a_bulk_store_to_what_another_warp_writes():
     check(other + body, body.replace("bar.sync 0;", "bar.sync 0;" + other), "global-race: ")
     add = body.replace("cp.async.bulk.global", "cp.reduce.async.bulk.global").replace("group [", "group.add.u32 [")
     run(add.replace("bar.sync 0;", "bar.sync 0; red.global.add.u32 [%out], 9;"))  # additions need no order
+
+
+LAST = "atom.acq_rel.gpu.global.inc.u32 %v, [%out+4], 2;"  # after three CTAs it is 0 again
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_ticket_that_is_reset_while_others_poll_it(seed):
+    """Each CTA waits until all three have taken a ticket. Then one of them resets it."""
+    wait = "WAIT: ld.acquire.gpu.global.u32 %v, [%out]; setp.ne.u32 %p, %v, 3; @%p bra WAIT;"
+    reset = "setp.eq.u32 %p, %v, 2; @%p st.relaxed.gpu.global.u32 [%out], 0;"
+    relaxed = LAST.replace("acq_rel", "relaxed")
+
+    def run_twice(body):
+        out = np.zeros(2, U32)
+        for _ in range(2):
+            text = kernel(one + "red.release.gpu.global.add.u32 [%out], 1;" + body, "out", REGISTERS)
+            launch(text, out, grid=(3, 1, 1), block=(64, 1, 1), seed=seed)
+        assert not out.any()
+
+    one = "setp.ne.u32 %p, %tid.x, 0; @%p bra END;"
+    run_twice(wait + LAST + reset + "END:")
+    run_twice(wait + relaxed + reset + "END:")  # each CTA counts itself behind its wait
+    for wrong in (
+        wait + "mov.u32 %v, %ctaid.x;" + reset,  # CTA 2, which may be ahead of the others
+        relaxed.replace("%v", "%r") + wait + "mov.u32 %v, %r;" + reset,  # the last to count, before the wait
+    ):
+        with pytest.raises(Fault, match=r"global-race: byte 0 of 8 at .* is set from 3 to 0, .*the load|deadlock"):
+            run_twice(wrong + "END:")
+
+
+def test_a_lock_is_no_ticket():
+    """Threads that find it taken load it again."""
+    body = """
+        setp.ne.u32 %p, %t, 0; @%p bra END;
+        AGAIN: ld.relaxed.gpu.global.u32 %v, [%out]; setp.ne.u32 %p, %v, 0; @%p bra AGAIN;
+        atom.acquire.gpu.global.cas.b32 %v, [%out], 0, 1; setp.ne.u32 %p, %v, 0; @%p bra AGAIN;
+        ld.global.u32 %v, [%out+4]; add.u32 %v, %v, 1; st.global.u32 [%out+4], %v;
+        st.release.gpu.global.u32 [%out], 0;
+        END:
+    """
+    for seed in range(6):
+        assert run(body, ctas=4, seed=seed)[1] == 4
 
 
 # Tickets of our kernels
@@ -503,12 +620,12 @@ def test_the_sum_over_columns_has_its_tickets():
 
 
 def test_tickets_are_reset():
-    """The last store of the backward resets the first ticket; atomic operations count to the second one's limit."""
-    for old, new, where in (
-        ("st.relaxed.gpu.global.b32", "red.relaxed.gpu.global.add.u32", 0),
-        ("inc.u32", "add.u32", 1),
+    """The last CTA resets the first ticket. It is known by the second one, which counts from its limit to 0 again."""
+    for old, new, message in (
+        ("st.relaxed.gpu.global.b32", "red.relaxed.gpu.global.add.u32", "launch-state: .* leaves .* in ticket 0 of"),
+        ("inc.u32", "add.u32", "global-race: .* is set from 4 to 0, .*went on"),  # the second CTA finds the limit
     ):
-        with pytest.raises(Fault, match=f"launch-state: rms_norm_bwd leaves .* in ticket {where} of the workspace"):
+        with pytest.raises(Fault, match=message):
             norm(old, new)
 
 
@@ -526,10 +643,10 @@ class Early(NamedTuple):
 
 def in_turn(*bodies, between=None, programmatic=True):
     """Launches in one stream, of which each may begin early. `between` is called in front of the last one."""
-    out = np.zeros(64, U32)
+    out = np.zeros(128, U32)
     with emulator.register(out.ctypes.data, out.nbytes), emulator.record():
         for i, body in enumerate(bodies):
-            (entry,) = ptx.parse(kernel("mov.u32 %t, %tid.x;" + body, "out", REGISTERS)).entries.values()
+            (entry,) = ptx.parse(kernel("mov.u32 %t, %tid.x;" + body, "out", REGISTERS, SHARED)).entries.values()
             if between and i == len(bodies) - 1:
                 between(out)
             settings = Early("test", (1, 1, 1), (64, 1, 1), (1, 1, 1), 0, programmatic)
@@ -549,9 +666,33 @@ def test_memory_of_the_launch_before():
     in_turn(first, READ + AWAIT, programmatic=False)
     in_turn(AWAIT + WRITE, READ + AWAIT)  # the first one does not let it begin early
     in_turn(first, "setp.lt.u32 %p, %t, 32; @!%p bra READY; " + AWAIT + " READY: bar.sync 0; " + READ)
-    for early in (READ + AWAIT, WRITE + AWAIT, "setp.lt.u32 %p, %t, 32; @!%p bra READY; " + AWAIT + " READY: " + READ):
+    pointer = READ.replace("ld.global.u32 %v", "ld.global.u64 %o") + AWAIT + "ld.global.u32 %v, [%o];"
+    for early in (
+        READ + AWAIT,
+        WRITE + AWAIT,
+        pointer,
+        "setp.lt.u32 %p, %t, 32; @!%p bra READY; " + AWAIT + " READY: " + READ,
+    ):
         with pytest.raises(Fault, match=TOO_EARLY):
             in_turn(first, early)
+
+
+BULK_READ = """
+    mov.u32 %s, buffer; setp.ne.u32 %p, %t, 0; @%p bra DONE;
+    mbarrier.init.shared.b64 [%s+64], 1; mbarrier.arrive.expect_tx.shared.b64 _, [%s+64], 16;
+    cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%s], [%out], 16, [%s+64];
+    LOOP: mbarrier.try_wait.parity.shared.b64 %p, [%s+64], 0; @!%p bra LOOP;
+    DONE:
+"""
+
+
+@pytest.mark.parametrize("read", [READ, READ + "bar.sync 0;" + WRITE, BULK_READ])
+def test_memory_that_the_launch_before_reads(read):
+    first = AWAIT + LET + read
+    in_turn(first, AWAIT + WRITE)
+    in_turn(first, WRITE.replace("[%o]", "[%o+256]") + AWAIT)
+    with pytest.raises(Fault, match=r"launch-race: a thread writes .* may still (read|write); it has not"):
+        in_turn(first, WRITE + AWAIT)
 
 
 def test_memory_of_the_launch_before_the_one_before():
@@ -561,6 +702,24 @@ def test_memory_of_the_launch_before_the_one_before():
         in_turn(first, LET + AWAIT, READ + AWAIT)
     with pytest.raises(Fault, match=r"no thread executes griddepcontrol.wait"):
         in_turn(first, "", AWAIT + READ)
+
+
+def test_launches_share_scratch():
+    """A launch that begins early must not write it while the one before may."""
+    workspace = emulation.Workspace()
+
+    def twice(body):
+        with emulator.record():
+            for _ in range(2):
+                _, scratch, memory = workspace.take(0, 64)
+                assert memory.isnan().all()
+                (entry,) = ptx.parse(kernel("mov.u32 %t, %tid.x;" + body, "out", REGISTERS)).entries.values()
+                settings = Early("test", (1, 1, 1), (64, 1, 1), (1, 1, 1), 0, True)
+                emulator.run(decode.decode(entry), settings, struct.pack("<Q", scratch), H200)
+
+    twice(LET + AWAIT + WRITE)
+    with pytest.raises(Fault, match=TOO_EARLY):
+        twice(LET + WRITE + AWAIT)
 
 
 def test_launches_of_the_past_are_forgotten():

@@ -130,6 +130,9 @@ MISTAKES = {
     "column of another tile": Mistake(LOAD, 0, r"\1[\2+1];", "columns 1 to 64"),
     "accumulator released before it is loaded": Mistake(r"tcgen05\.wait::ld\.sync\.aligned;", 0, "", RACE, AT_ONCE),
     "accumulator read before it is announced": Mistake(TRY_WAIT, 6, SKIP, "nothing wrote", AT_ONCE),
+    "wait for the last stages with a parity that never changes": Mistake(
+        r"xor\.b32\s+(%r\d+), (%r\d+), %r\d+;", 1, r"mov.b32 \1, \2;", "barrier-phase: a wait has passed"
+    ),
     "accumulator never released": Mistake(RELEASE, 0, "", DEADLOCK),
     "allocation of a size that is no power of 2": Mistake(ALLOCATION, 0, r"\1, 96;\2", "alloc of 96 columns"),
     "allocation too small": Mistake(ALLOCATION, 0, r"\1, 32;\2", "access of tensor memory"),

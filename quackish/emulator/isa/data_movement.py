@@ -155,6 +155,8 @@ _STORES = (
     "st.volatile.global",
 )
 
+_WORDS, _OTHER_SCOPES = ("b32", "u32", "b64", "u64"), "{cta,cluster,sys}"  # of flags that threads poll
+
 
 def offsets_in_cta(lanes, addresses):
     """Offsets of shared::cta addresses. Raises Fault for an address in another CTA."""
@@ -226,8 +228,10 @@ def _declare_loads(type_, count, only_global=False):
         action(f"{opcode}{vector}.{type_}", f"{result} = [u64]")(load_global)
     for opcode in _POLLING_LOADS:
         action(f"{opcode}{vector}.{type_}", f"{result} = [u64]", polls=True)(poll_global)
-    if type_ in ("b32", "u32", "b64", "u64") and count == 1:  # as inline assembly writes it
-        action(f"ld.global.acquire.gpu.{type_}", f"{result} = [u64]", polls=True)(poll_global)
+    if type_ in _WORDS and count == 1:
+        # The second is as inline assembly writes it.
+        for opcode in f"ld.{{acquire,relaxed}}.{_OTHER_SCOPES}.global", "ld.global.acquire.gpu":
+            action(f"{opcode}.{type_}", f"{result} = [u64]", polls=True)(poll_global)
     if only_global:
         return
     action(f"ld.shared{{,::cta}}{vector}.{type_}", f"{result} = [u32]")(load_shared)
@@ -259,6 +263,8 @@ def _declare_stores(type_, count, only_global=False):
     # Compilers make stores with this hint of bits alone.
     for opcode in (*_STORES, "st.global.L1::no_allocate") if type_[0] == "b" else _STORES:
         action(f"{opcode}{vector}.{type_}", f"[u64], {operand}")(store_global)
+    if type_ in _WORDS and count == 1:
+        action(f"st.{{relaxed,release}}.{_OTHER_SCOPES}.global.{type_}", f"[u64], {operand}")(store_global)
     if only_global:
         return
     action(f"st.shared{{,::cta}}{vector}.{type_}", f"[u32], {operand}")(store_shared)

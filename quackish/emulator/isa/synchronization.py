@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from quackish.emulator import barriers, numbers
-from quackish.emulator.clocks import joined
+from quackish.emulator import barriers, numbers, waits
+from quackish.emulator.clocks import CLUSTER, CTA, joined
 from quackish.emulator.errors import Fault
 from quackish.emulator.isa import action, control
 from quackish.emulator.isa.data_movement import by_cta, cta_of, offsets_in_cta
@@ -171,7 +171,10 @@ def _arrive_at(lanes, addresses, counts, sizes=None):
     lanes.cta.cluster.clocks.has_relaxed_arrivals |= is_relaxed
     for barrier in set(at):
         _check_phase(lanes.cta.lanes(lanes.subset_of_active(np.array([each is barrier for each in at]))), barrier)
-    clock = races.release_relaxed(lanes) if is_relaxed else races.arrive(lanes)
+    if is_relaxed:
+        clock = races.release_relaxed(lanes, within_cta=all(barrier.cta is lanes.cta for barrier in at))
+    else:
+        clock = races.arrive(lanes)
     for i, barrier in enumerate(at):
         barrier.arrived = joined(barrier.arrived, clock)
         states.append(barrier.phase)
@@ -281,9 +284,12 @@ def _try_wait(lanes, following, writers, offset, parity):
 def _observe(lanes, barrier):
     """Orders the end of the mbarrier's last phase before what these threads do next; `.relaxed`, behind a fence."""
     races, barrier.observed = lanes.cta.grid.races, barrier.phase
-    is_relaxed = ".relaxed" in lanes.cta.grid.opcode
-    lanes.cta.cluster.clocks.has_relaxed_arrivals |= is_relaxed
-    (races.acquire_at_fence if is_relaxed else races.acquire)(lanes, barrier.completed)
+    waits.passed(lanes, barrier)
+    if ".relaxed" in lanes.cta.grid.opcode:
+        lanes.cta.cluster.clocks.has_relaxed_arrivals = True
+        races.acquire_at_fence(lanes, barrier.completed, CLUSTER if barrier.remote else CTA)
+    else:
+        races.acquire(lanes, barrier.completed)
 
 
 @action(f"mbarrier.test_wait{_SCOPES}", "pred = [u32], u64", polls=True)
@@ -394,19 +400,23 @@ def _atomically_in_shared(lanes, addresses, new_of, dtype):
 
 
 # PTX has the order and scope in front of the space; ptxas also takes them after it, where the scope is .gpu if missing.
-_ATOM = (
-    "{atom.relaxed.gpu.global,atom.acquire.gpu.global,atom.release.gpu.global,atom.acq_rel.gpu.global,atom.global,"
-    "atom.global.relaxed,atom.global.acquire,atom.global.release,atom.global.acq_rel}"
-)
-_RED = "{red.global,red.relaxed.gpu.global,red.release.gpu.global}"
+_ATOMS = "atom.{relaxed,acquire,release,acq_rel}.gpu.global", "atom.global{,.relaxed,.acquire,.release,.acq_rel}"
+_REDS = "red.{relaxed,release}.gpu.global", "red.global"
+# Of tickets and locks
+_ATOMS_OF_OTHER_SCOPES = "atom.{relaxed,acquire,release,acq_rel}.{cta,cluster,sys}.global"
+_REDS_OF_OTHER_SCOPES = "red.{relaxed,release}.{cta,cluster,sys}.global"
+_WITH_OTHER_SCOPES = "add.u32", "inc.u32", "or.b32", "exch.b32"
 
 
 def _declare_atomic(name, operation, type_):
     dtype = np.dtype({"b": "u", "u": "u", "s": "i", "f": "f"}[type_[0]] + str(int(type_[1:]) // 8))
 
-    @action(f"{_ATOM}.{name}.{type_}", f"{type_} = [u64], {type_}", polls=True)
     def atom(lanes, addresses, values):
         return _atomically(lanes, addresses, operation, values, dtype)
+
+    has_other_scopes = f"{name}.{type_}" in _WITH_OTHER_SCOPES
+    for opcode in (*_ATOMS, _ATOMS_OF_OTHER_SCOPES) if has_other_scopes else _ATOMS:
+        action(f"{opcode}.{name}.{type_}", f"{type_} = [u64], {type_}", polls=True)(atom)
 
     @action(f"atom.shared.{name}.{type_}", f"{type_} = [u32], {type_}", polls=True)
     def atom_shared(lanes, addresses, values):
@@ -421,16 +431,17 @@ def _declare_atomic(name, operation, type_):
     def red_shared(lanes, addresses, values):
         atom_shared(lanes, addresses, values)
 
-    @action(f"{_RED}.{name}.{type_}", f"[u64], {type_}")
     def red(lanes, addresses, values):
         _atomically(lanes, addresses, operation, values, dtype)
+
+    for opcode in (*_REDS, _REDS_OF_OTHER_SCOPES) if has_other_scopes else _REDS:
+        action(f"{opcode}.{name}.{type_}", f"[u64], {type_}")(red)
 
 
 def _declare_vector_add(count):
     """Declares red of a vector, whose elements are atomic one by one. (PTX, red)"""
     add, _ = _OPERATIONS["add"]
 
-    @action(f"{_RED}.add.v{count}.f32", f"[u64], {{f32*{count}}}")
     def red(lanes, addresses, values):
         if (addresses % np.uint64(4 * count)).any():
             raise Fault(
@@ -438,6 +449,9 @@ def _declare_vector_add(count):
             )
         for i, value in enumerate(values):
             _atomically(lanes, addresses + np.uint64(4 * i), add, value, value.dtype)
+
+    for opcode in _REDS:
+        action(f"{opcode}.add.v{count}.f32", f"[u64], {{f32*{count}}}")(red)
 
 
 for _count in (2, 4):
@@ -449,7 +463,9 @@ for _name, (_operation, _types) in _OPERATIONS.items():
         _declare_atomic(_name, _operation, _type)
 
 
-@action(f"{_ATOM}.cas.{{b32,b64}}", "T = [u64], T, T", polls=True)
+@action(f"{_ATOMS[0]}.cas.{{b32,b64}}", "T = [u64], T, T", polls=True)
+@action(f"{_ATOMS[1]}.cas.{{b32,b64}}", "T = [u64], T, T", polls=True)
+@action(f"{_ATOMS_OF_OTHER_SCOPES}.cas.b32", "T = [u64], T, T", polls=True)
 def compare_and_swap(lanes, addresses, expected, new):
     old = np.empty_like(expected)
     for i in range(lanes.count):
