@@ -53,9 +53,7 @@ def _add_measuring_arguments(parser: argparse.ArgumentParser, op: Operation) -> 
     add("--shapes", shapes_help, type=_list_of(str), nargs="+", default=[], metavar="SHAPE[,...]")
     for name in op.bench_options:
         add(flag_of(name), **op.options[name].arguments)
-    direction_help = (
-        "default both; backward alone of rms_norm and rotary, else forward + backward, and forward without grad"
-    )
+    direction_help = "default both: backward, alone or with forward as the operation has it, and forward without grad"
     add("--direction", direction_help, choices=("forward", "backward", "both"), default="both")
     dtypes = _list_of(one_of(_DTYPES))
     add("--dtype", ", ".join(_DTYPES), type=dtypes, default=["bfloat16"], metavar="DTYPE[,...]")

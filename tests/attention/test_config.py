@@ -43,6 +43,7 @@ FIELDS = [  # one of each kernel is compiled in every run of the tests
     dict(dtype=FP16, d=32, bias_dtype=FP32, mask=True, mask_of_keys=True, band=True, softcap=True, short=True),
     dict(dtype=BF16, d=32, bias_dtype=BF16, mask=True, mask_of_keys=True, short=True),
     dict(dtype=BF16, d=32, bias_dtype=BF16, mask=True, mask_of_keys=True, wide=True),
+    dict(dtype=BF16, d=32, bias_dtype=BF16, wide=True),
     dict(dtype=FP16, d=32, wide=True),
     dict(dtype=BF16, d=32, bias_dtype=BF16, mask=True, mask_of_keys=True),
     dict(dtype=BF16, d=128, bias_dtype=BF16, mask=True, mask_of_keys=True),
@@ -56,7 +57,10 @@ def problems():
         has_bias = fields.get("bias_dtype") is not None
         yield "attention_fwd", AttentionForwardProblem(**fields)
         yield "attention_bwd_queries", AttentionQueriesProblem(**fields)
-        yield "attention_bwd_keys", AttentionKeysProblem(**fields, dbias=has_bias and not fields.get("short", False))
+        yield (
+            "attention_bwd_keys",
+            AttentionKeysProblem(**fields, dbias=has_bias and not (fields.get("short") or fields.get("wide"))),
+        )
         of_product = {name: fields.get(name, False) for name in ("mask", "band")}
         yield (
             "attention_bwd_product",
@@ -85,6 +89,8 @@ def test_compiles_without_spills(name, problem, gpu):
             ("attention_bwd_keys", AttentionKeysProblem(BF16, 128, BF16, dbias=True)),
             ("attention_bwd_keys", AttentionKeysProblem(BF16, 64, BF16, dbias=True)),
             ("attention_bwd_keys", AttentionKeysProblem(BF16, 128, mask=True)),
+            ("attention_bwd_keys", AttentionKeysProblem(BF16, 32, BF16)),
+            ("attention_bwd_keys", AttentionKeysProblem(BF16, 32, BF16, wide=True)),
             ("attention_bwd_queries", AttentionQueriesProblem(BF16, 128, BF16)),
             ("attention_bwd_queries", AttentionQueriesProblem(BF16, 64, BF16)),
         ],

@@ -74,7 +74,8 @@ BROADCAST = {  # a bias of all batches at d 32; "short": two batches at a time, 
     "GQA, causal, softcap, fp32 bias of all heads": lambda: case(
         2, 2, 70, 200, 16, kv_heads=1, bias=(1, 1, 70, 200), bias_dtype=FP32, is_causal=True, softcap=2.0
     ),
-    "wide, mask of keys": lambda: mask_of_keys_case(3, 2, 136, 190, 32, bias=(1, 2, 136, 190)),
+    "wide, mask of keys": lambda: mask_of_keys_case(3, 1, 136, 184, 32, bias=(1, 1, 136, 184)),
+    "wide, its own bias": lambda: case(1, 2, 136, 192, 32, bias=(1, 2, 136, 192)),
     "short, mask of keys": lambda: mask_of_keys_case(3, 1, 64, 64, 32, bias=(1, 1, 64, 64)),
 }
 
@@ -85,6 +86,8 @@ def test_bias_of_all_batches_emulated(kind):
     with emulated(QUICK) as report:
         got = step(args)
     assert "attention_order" not in launches(report)  # a mask of keys leaves equal work
+    (forward,) = [launch for launch in report.launches if launch.kernel == "attention_fwd"]
+    assert forward.block[0] == 128 * (4 if "wide" in kind else 3)  # a producer warp group, and three or two consumers
     assert_right(got, truth(args))
 
 
@@ -225,7 +228,7 @@ ON_GPU = {
     "mask alone": dict(num_q=400, mask=(1, 1, 400, 400)),
     "mask of keys": dict(heads=4, kv_heads=1, num_q=70, num_k=1000, d=40, mask=(2, 1, 1, 1000)),
     "window alone": dict(num_q=600, window=(64, 0)),
-    "two batches at a time": dict(batch=3, num_q=300, num_k=520, d=32, bias=(1, 2, 300, 520), mask=(3, 1, 1, 520)),
+    "bias of all batches": dict(batch=3, num_q=300, num_k=520, d=32, bias=(1, 2, 300, 520), mask=(3, 1, 1, 520)),
     "short": dict(batch=5, num_q=49, num_k=56, d=24, bias=(1, 2, 49, 56)),
 }
 

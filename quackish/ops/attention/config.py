@@ -117,7 +117,7 @@ def attention_why_illegal(problem: AttentionProblem, config: AttentionConfig, gp
 
 
 def attention_config(problem: AttentionProblem, gpu: Gpu) -> AttentionConfig:
-    """As many stages as fit up to a limit, and a second stage of own tiles if it fits too."""
+    """Two warp groups, three if wide; as many stages as fit up to a limit, and a second one of own tiles if it fits."""
     # 4 stages fit some kernels at d 128, but were not measured there.
     most = 3 if problem.d == MAX_D else problem.max_stages
     num_wgs = 3 if problem.wide else 2

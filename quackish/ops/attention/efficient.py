@@ -8,6 +8,7 @@ differ from what F.scaled_dot_product_attention does with it:
   the smallest finite number does not overflow.
 """
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -19,20 +20,22 @@ from quackish.gpu import gpu_of
 from quackish.ops.attention.reference import LARGE, Gradients, Inputs, Options, empty_like, taking_part
 
 MAX_SCORES = 1 << 26  # elements of an additive bias in memory
+_MIN_ROWS = 64  # queries of a block of PyTorch's kernels
 _MAX_D = 256  # larger ones were not tried
+_MAX_GRID = 65_535  # batch and heads are dimensions y and z of its grids
+_FAMILIES = range(80, 121)  # compute capabilities, times 10; PyTorch's kernels do nothing on 12.1
 _ALIGNED = 16  # columns: rows of the additive bias start at multiples
 
 
 def covers(inputs: Inputs, options: Options) -> bool:
-    """True on NVIDIA GPUs from compute capability 8.0, for the dtypes and sizes that the functions take."""
+    """True on NVIDIA GPUs of `_FAMILIES`, for the dtypes and sizes that the functions take."""
     q, k, v, bias, _ = inputs
-    if not q.is_cuda or torch.version.hip or int(gpu_of(q.device.index).family.removeprefix("sm_")) < 80:
+    if not q.is_cuda or torch.version.hip or int(gpu_of(q.device.index).family.removeprefix("sm_")) not in _FAMILIES:
         return False
-    if bias is not None and (
-        bias.dtype != q.dtype or bias.shape[3] != k.shape[2]
-    ):  # else the terms of its gradient cancel
+    # The gradient of a bias that is the same for all keys is a sum of terms that cancel, too coarse in 16 bits.
+    if bias is not None and (bias.dtype != q.dtype or bias.shape[3] != k.shape[2]):
         return False
-    sizes_fit = all(t.shape[3] % 8 == 0 and t.shape[3] <= _MAX_D for t in (q, v))
+    sizes_fit = all(t.shape[3] % 8 == 0 and t.shape[3] <= _MAX_D for t in (q, v)) and max(q.shape[:2]) <= _MAX_GRID
     return q.dtype in (torch.bfloat16, torch.float16) and options.softcap is None and sizes_fit
 
 
@@ -42,7 +45,7 @@ def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor, Tensor]:
     out = empty_like(inputs.q, v.shape[3])
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     residual = torch.empty_like(lse)
-    for part in _parts(inputs, options):
+    for part in _parts(inputs, options, need_ds=False):
         o, of_rows = attend(q[:, :, part.rows], k, v, part.bias, options.scale)
         out[:, :, part.rows] = o.masked_fill_(part.is_dead, 0.0)
         shift, is_dead = part.shift.squeeze(-1), part.is_dead.squeeze(-1)
@@ -57,7 +60,10 @@ def backward(
     do: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, residual: Tensor, inputs: Inputs, options: Options,
     need_dbias: bool = True,
 ) -> Gradients:  # fmt: skip
-    """As in `reference.py`. Sums over rows, heads and batch are in fp32 and in a fixed order, of terms in 16 bits."""
+    """As in `reference.py`. Sums over rows, heads and batch are in fp32 and in a fixed order, of terms in 16 bits.
+
+    dlse too has 16 bits, twice: in fp16 it must be below 65,520.
+    """
     (q, k, v), bias, columns = _operands(inputs), inputs.bias, inputs.v.shape[3]
     k_heads = inputs.k.shape[1]
     if dlse is not None:  # ds = p * (do v^T + dlse - sum of do * o): dlse in two columns where v is 1 and o is 0
@@ -65,12 +71,12 @@ def backward(
         do = torch.cat([do, F.pad(torch.stack([high, (dlse - high).to(do.dtype)], -1), (0, 6))], -1)
         v, out = F.pad(v, (0, 8), value=1.0), F.pad(out, (0, 8))
     dq = empty_like(inputs.q, q.shape[3])
-    dk, dv = (torch.zeros(t.shape, dtype=torch.float32, device=q.device) for t in (inputs.k, inputs.v))
+    dk, dv = (empty_like(t, t.shape[3], torch.float32).zero_() for t in (inputs.k, inputs.v))
     need_dbias = need_dbias and bias is not None
     dbias = None
     if need_dbias:  # a part has all terms of its rows
         dbias = torch.zeros_like(bias, dtype=torch.float32 if bias.shape[2] == 1 else None)
-    for part in _parts(inputs, options):
+    for part in _parts(inputs, options, need_dbias):
         rows = part.rows
         of_rows = (lse[:, :, rows, None] - part.shift).add_(residual[:, :, rows, None])
         of_rows = of_rows.masked_fill_(part.is_dead, torch.inf).squeeze(-1)
@@ -97,12 +103,13 @@ class _Part(NamedTuple):
     is_dead: Tensor  # as shift: the row has no key
 
 
-def _parts(inputs: Inputs, options: Options) -> Iterator[_Part]:
+def _parts(inputs: Inputs, options: Options, need_ds: bool) -> Iterator[_Part]:
+    """need_ds: a part's gradient of scores is in memory too, one matrix per head and batch."""
     q, k, _, bias, mask = inputs
     (batch, heads, num_rows, _), num_keys = q.shape, k.shape[2]
-    matrices = batch * heads if bias is not None else 1 if mask is None else mask.shape[0] * mask.shape[1]
-    per_part = max(1, MAX_SCORES // (matrices * num_keys))
-    per_part = per_part - per_part % 64 or per_part  # PyTorch's blocks have 64 rows
+    shapes = [t.shape[:2] for t in (bias, mask) if t is not None]
+    matrices = batch * heads if need_ds else math.prod(torch.broadcast_shapes((1, 1), *shapes))
+    per_part = max(_MIN_ROWS, MAX_SCORES // (matrices * num_keys) // _MIN_ROWS * _MIN_ROWS)
     for start in range(0, num_rows, per_part):
         rows = slice(start, min(start + per_part, num_rows))
         x = q.new_zeros(1, 1, 1, 1) if bias is None else _of_rows(bias, rows)

@@ -102,7 +102,7 @@ class Prepared:
         if found is None:
             names = {field.name for field in dataclasses.fields(kind)}
             shared = {name: value for name, value in self._fields.items() if name in names}
-            shared |= {"wide": self._wide[kind]} if kind in self._wide else {}
+            shared |= {"wide": self._wide[kind] and not fields.get("dbias")} if kind in self._wide else {}
             found = self._kernels[key] = self._find(kind(**shared | fields))
         return found
 

@@ -183,7 +183,7 @@ class AttentionKeysSm90(AttentionSm90):
                 if const_expr(self.waits_once):
                     self.multiply(dv, [rows_mma], p, rDOt[None, None, None, tile])
                 elif const_expr(self.ahead):
-                    # dv: with dv, dk and x in flight, ptxas waits for each WGMMA at once
+                    # dv: from d 64 on, with dv, dk and x in flight, ptxas waits for each WGMMA at once
                     cute.nvgpu.warpgroup.wait_group(0)
                 self.multiply(dk, [rows_mma], ds, rQt[None, None, None, tile])
                 current = read.clone()

@@ -69,7 +69,7 @@ class Matmuls:
         warpgroup.commit_group()
 
     # Ping-pong: warp groups issue the WGMMAs of scores one after another, so that one has the tensor cores while the
-    # other has its exponentials. All have equally many tiles.
+    # others have their exponentials. All have equally many tiles.
 
     @cute.jit
     def start_pingpong(self, wg: Int32):
