@@ -410,16 +410,6 @@ def attention_mask_rows() -> Table:
             yield title, str(d), *attention_ms(f"2x16x4096x{d}", of_mask, tuple(names.values()))
 
 
-def small_attention_rows(card: str) -> Table:
-    """Of the sizes that have a title."""
-    file = f"{card}/scaled_dot_product_attention.csv"
-    yield "", "B, H, L, D", *ATTENTION
-    for title, shape, data in dict.fromkeys((row["models"], row["shape"], row["data"]) for row in rows_of(file)):
-        if title:
-            found = [find(file, shape=shape, data=data, provider=name) for name in ATTENTION.values()]
-            yield title, of_shape(shape), *map(ms, found)
-
-
 def sharded_rows() -> Table:
     yield "step", "ms", "efficiency, of GPU 0", "of GPU 1", "MB per rank"
     file, shape = "H200/parallel.md", "8192x4096x128256"
@@ -499,6 +489,15 @@ def distillation_rows(card: str) -> Table:
         yield of_shape(shape), data.removeprefix("beta="), ms(roof), *(c for row in rows for c in (ms(row), gb(row)))
 
 
+def portable_rows() -> Table:
+    yield "call", "quackish: ms", "PyTorch: ms", "ratio", "quackish: MB", "PyTorch: MB"
+    rows = rows_of("H200/portable.csv")
+    for ours, theirs in zip(rows[::2], rows[1::2], strict=True):
+        times, peaks = ([float(row[column]) for row in (ours, theirs)] for column in ("median_ms", "peak_mb"))
+        call = f"`{ours['op']}` {of_shape(ours['shape'])}" + (f", {ours['data']}" if ours["data"] != "normal" else "")
+        yield call, *map(significant, times), f"{times[0] / times[1]:.2f}", *map(significant, peaks)
+
+
 def olmoe_rows() -> Table:
     yield "", *(f"{card}: ms" for card in CARDS), "peak GB", "loss"
     for name in ("plain", "apply(model)", "apply(model, experts=True)"):
@@ -523,6 +522,7 @@ def first_call_rows() -> Table:
 
 TABLES: dict[str, page_tables.Tables] = {
     "faq.md": {"first calls": first_call_rows},
+    "guides/portable_path.md": {"portable": portable_rows},
     "measurements/index.md": {"runs": run_rows, "misses": miss_rows},
     "measurements/rms_norm.md": {
         "h200": functools.partial(norm_rows, "H200"), "h100": functools.partial(norm_rows, "H100"),
@@ -542,7 +542,8 @@ TABLES: dict[str, page_tables.Tables] = {
     "measurements/attention.md": {"times": attention_rows, "masks": attention_mask_rows},
     "measurements/parallel.md": {"times": sharded_rows},
     "measurements/decoder.md": {
-        f"{name} H100": functools.partial(rows, "H100") for name, rows in (("mlp", dense_rows), ("rotary", rotary_rows))
+        f"{name} {card}": functools.partial(rows, card)
+        for name, rows in (("mlp", dense_rows), ("rotary", rotary_rows)) for card in CARDS
     },
     "measurements/distillation.md": {card: functools.partial(distillation_rows, card) for card in CARDS},
     "measurements/training_steps.md": {

@@ -18,7 +18,9 @@ CLEAR_BYTES = 256 << 20  # as triton.testing.do_bench: several times the largest
 # card to its power limit. Without them, samples of three GEMMs were up to 9 % off their median on both sides; with them
 # at most 2 % below, and a few 4 to 20 % above, which do not move a median (H200, 37 ms).
 LOAD_MS = 80.0
-HEAD_START = 40  # clears of the L2 before a round of `interleave`, 3 to 6 ms: else its first work waited for the host
+# Clears of the L2 before the calls of a work in `interleave`, 3 to 6 ms: behind one that waits for the host, graphs of 47
+# us took 140 to 156.
+HEAD_START = 40
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,9 +95,9 @@ def _round(works: Mapping[str, Callable[[], object]], device: torch.device, bloc
         return {name: [_cpu_us(run) for _ in range(block)] for name, run in works.items()}
     cold = torch.empty(CLEAR_BYTES // 4, dtype=torch.int32, device=device)
     events = {name: [[torch.cuda.Event(enable_timing=True) for _ in "se"] for _ in range(block)] for name in works}
-    for _ in range(HEAD_START):
-        cold.zero_()
     for name, run in works.items():
+        for _ in range(HEAD_START):
+            cold.zero_()
         for start, end in events[name]:
             cold.zero_()
             start.record()
