@@ -176,6 +176,14 @@ def expects_kernels(device: torch.device) -> bool:
     return (device.type == "cuda" and _uses_kernels) or isinstance(device_of(device), KernelDevice)
 
 
+def is_gpu_without_kernels(device: torch.device) -> bool:
+    """True for a GPU that no kernel runs on, also with `use_kernels(False)`. There the portable path is slower than
+    PyTorch's own functions.
+    """
+    found = _find(device)
+    return device.type == "cuda" and (isinstance(found, str) or found.gpu.family not in FAMILIES)
+
+
 @traced_as_constant
 def requires_kernels(device: torch.device, backend: str) -> bool:
     """True if a call that no kernel covers raises instead of running the portable path."""

@@ -18,8 +18,8 @@ CLEAR_BYTES = 256 << 20  # as triton.testing.do_bench: several times the largest
 # card to its power limit. Without them, samples of three GEMMs were up to 9 % off their median on both sides; with them
 # at most 2 % below, and a few 4 to 20 % above, which do not move a median (H200, 37 ms).
 LOAD_MS = 80.0
-# Clears of the L2 before the calls of a work in `interleave`, 3 to 6 ms: behind one that waits for the host, graphs of 47
-# us took 140 to 156.
+# Clears of the L2 before the calls of a work in `interleave`, 3 to 6 ms: behind one that waits for the host, graphs of
+# 47 us took 140 to 156.
 HEAD_START = 40
 
 

@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import dataclasses
 import pickle
 import subprocess
 import sys
@@ -15,8 +16,10 @@ import quackish
 from tests.cuda_graphs import captured, no_synchronization
 
 transformers = pytest.importorskip("transformers", minversion="5")
+from quackish.device import kernel_device  # noqa: E402
 from quackish.errors import UnsupportedError  # noqa: E402
-from quackish.integrations.transformers import applied, apply, report, revert  # noqa: E402
+from quackish.gpu import H100  # noqa: E402
+from quackish.integrations.transformers import applied, apply, experts, report, revert, subclass  # noqa: E402
 from quackish.integrations.transformers.experts import form_of  # noqa: E402
 
 V = 97
@@ -595,6 +598,27 @@ def test_trainer(tmp_path):
     for (name, got), expected in zip(models[0].state_dict().items(), models[1].state_dict().values(), strict=True):
         assert not torch.equal(got, before[name])
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3Moe"])
+def test_a_gpu_without_kernels_runs_the_models_own_code(family, monkeypatch):
+    model, plain = apply(tiny(family), head=False, experts=True), tiny(family)
+    for module in (subclass, experts):
+        monkeypatch.setattr(module, "lacks_kernels", lambda args, kwargs: True)
+    for name in ("rms_norm", "rotary", "mlp", "moe_mlp"):
+        monkeypatch.setattr(quackish, name, None)
+    (got, grads), (want, plain_grads) = step(model), step(plain)
+    assert torch.equal(got.logits, want.logits)
+    assert all(map(torch.equal, grads.values(), plain_grads.values()))
+
+
+@pytest.mark.parametrize("family, expected", [("sm_80", True), ("sm_90", False), ("sm_120", True)])
+def test_which_gpus_have_no_kernels(family, expected, monkeypatch):
+    gpu = dataclasses.replace(H100, family=family)
+    device = types.SimpleNamespace(gpu=gpu)
+    monkeypatch.setattr(kernel_device, "_find", lambda where: device)
+    assert kernel_device.is_gpu_without_kernels(torch.device("cuda", 0)) == expected
+    assert not kernel_device.is_gpu_without_kernels(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("family", ["Llama", pytest.param("Olmoe", marks=pytest.mark.exhaustive)])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import quackish
 from quackish.errors import UnsupportedError, a
 from quackish.integrations.plain import warn_unless_compiling, why_weights_unsupported
-from quackish.integrations.transformers.subclass import subclass, unpatched_class
+from quackish.integrations.transformers.subclass import lacks_kernels, subclass, unpatched_class
 from quackish.integrations.transformers.trial import (
     Random,
     compare_trials,
@@ -56,6 +56,8 @@ def experts_class(base: type, form: Form) -> type:
                     f"{a(base)}: {why}, because quackish sorts it in memory. Call revert(model) before quantizing it"
                 )
             warn_unless_compiling(f"{base.__name__}: {why}. Its own forward runs.")
+            return base.forward(self, *args, **kwargs)
+        if not (permuted or torch.compiler.is_compiling()) and lacks_kernels(args, kwargs):
             return base.forward(self, *args, **kwargs)
         x, index, weights = *args, *[kwargs[name] for name in names[len(args) :]]
         return run(self, form, x, index, weights)

@@ -12,7 +12,7 @@ import quackish
 from quackish.errors import UnsupportedError, a
 from quackish.integrations.plain import backend_for, why_output_differs, why_weights_unsupported
 from quackish.integrations.transformers.experts import GATED, PLAIN
-from quackish.integrations.transformers.subclass import subclass, unpatched_class
+from quackish.integrations.transformers.subclass import runs_own_forward, subclass, unpatched_class
 from quackish.integrations.transformers.trial import (
     Random,
     compare_trials,
@@ -45,8 +45,7 @@ def mlp_class(base: type, form: Form) -> type:
 
     def forward(self, *args, **kwargs) -> Tensor:
         values = *args, *kwargs.values()
-        # the compiler fuses activations itself
-        if torch.compiler.is_compiling() or len(values) != 1 or (y := run(self, values[0])) is None:
+        if runs_own_forward(args, kwargs) or len(values) != 1 or (y := run(self, values[0])) is None:
             return base.forward(self, *args, **kwargs)
         return y
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import quackish
 from quackish.integrations.plain import warn_unless_compiling, why_weights_unsupported
-from quackish.integrations.transformers.subclass import subclass, unpatched_class
+from quackish.integrations.transformers.subclass import runs_own_forward, subclass, unpatched_class
 from quackish.integrations.transformers.trial import Random, difference, isolated, plain_attributes, reason, shell
 
 
@@ -40,7 +40,7 @@ def norm_class(base: type, formula: Formula) -> type:
 
     def forward(self, *args, **kwargs) -> Tensor:
         (x,) = *args, *kwargs.values()
-        if torch.compiler.is_compiling():  # the compiler fuses it with its neighbors
+        if runs_own_forward(args, kwargs):
             return base.forward(self, x)
         if why := why_weights_unsupported(self):
             warn_unless_compiling(f"{base.__name__}: {why}. Its own forward runs.")

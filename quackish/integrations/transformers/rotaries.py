@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import quackish
 from quackish.errors import UnsupportedError
 from quackish.integrations.plain import backend_for
-from quackish.integrations.transformers.subclass import subclass, unpatched_class
+from quackish.integrations.transformers.subclass import runs_own_forward, subclass, unpatched_class
 from quackish.integrations.transformers.trial import Random, difference, isolated, reason
 from quackish.types import RotaryLayout
 
@@ -45,7 +45,7 @@ def attention_class(base: type, forms: tuple[Form, ...]) -> type:
     with_rotary = _with_globals(base.forward, replaced)
 
     def forward(self, *args, **kwargs) -> Any:
-        run = base.forward if torch.compiler.is_compiling() else with_rotary  # the compiler fuses the rotation itself
+        run = base.forward if runs_own_forward(args, kwargs) else with_rotary
         return run(self, *args, **kwargs)
 
     return subclass(base, forward, (attention_class, base, forms), rotary_functions=originals)

@@ -9,8 +9,10 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from quackish.device.kernel_device import is_gpu_without_kernels
 from quackish.errors import PortablePathWarning
 from quackish.once import once
 
@@ -25,6 +27,17 @@ def subclass(base: type, forward: Callable, made_by: tuple, **attributes) -> typ
 
 
 _classes: dict[tuple, type] = {}
+
+
+def runs_own_forward(args: tuple, kwargs: dict[str, Any]) -> bool:
+    """True if a patched module leaves a call to its class. Compiled code fuses that with its neighbors."""
+    return torch.compiler.is_compiling() or lacks_kernels(args, kwargs)
+
+
+def lacks_kernels(args: tuple, kwargs: dict[str, Any]) -> bool:
+    """True if a call's first tensor is on a GPU without kernels, where a module's class is faster than quackish."""
+    first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+    return first is not None and first.is_cuda and is_gpu_without_kernels(first.device)
 
 
 def _new_subclass(base: type, forward: Callable, made_by: tuple, attributes: dict[str, Any]) -> type:
