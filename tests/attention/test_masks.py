@@ -187,7 +187,7 @@ def test_backward_skips_tiles(bias):
 @pytest.mark.exhaustive
 def test_more_tiles_than_lanes():
     keys = 128 * 33 + 5
-    args = case(1, 1, 64, keys, 32) | dict(attn_mask=(torch.arange(keys) >= 128 * 33)[None, None, None])
+    args = case(1, 1, 64, keys, 32) | dict(attn_mask=(torch.arange(keys) >= 128 * 33).repeat(1, 1, 64, 1))
     want = truth(args)
     with torch.no_grad():
         args["value"][:, :, : 128 * 33] = torch.nan
