@@ -39,6 +39,7 @@ class Uninitialized:
     def __init__(self, cta: Cta):
         self.cta = cta
         self.others: dict[Register, Other] = {}
+        self.partly: dict[Register, np.ndarray] = {}  # which bits nobody wrote, of registers that are not used yet
         for register in cta.grid.program.read_first:
             self.mark(register, np.ones(cta.num_threads, np.bool_), "a register", None)
 
@@ -46,6 +47,7 @@ class Uninitialized:
         """Records that a register has got what nobody wrote, in the threads where it `differs`."""
         if register[0] in _VIEWS:
             values = np.broadcast_to(_OTHER_BITS, (len(_OTHER_BITS), self.cta.num_threads))
+            self.partly.pop(register, None)
             self._set(register, differs, values.astype(self._row(register).dtype), what, place)
 
     def mark_results(self, lanes: Lanes, is_unwritten: np.ndarray, what: str) -> None:
@@ -58,10 +60,28 @@ class Uninitialized:
         parts = is_unwritten.shape[1]
         for i, register in enumerate(results):
             first = i * parts // len(results)
-            chosen = is_unwritten[:, first : max(first + 1, (i + 1) * parts // len(results))].any(axis=1)
+            of_register = is_unwritten[:, first : max(first + 1, (i + 1) * parts // len(results))]
             differs = np.zeros(self.cta.num_threads, np.bool_)
-            differs[lanes.threads[chosen]] = True
+            differs[lanes.threads[of_register.any(axis=1)]] = True
             self.mark(register, differs, what, place)
+            if register in self.others and not of_register.all():
+                self.partly[register] = self._bits(register, lanes, of_register)
+
+    def _bits(self, register: Register, lanes: Lanes, is_unwritten: np.ndarray) -> np.ndarray:
+        """The bits of a register that nobody wrote, by thread. is_unwritten: of its equal parts, in these threads."""
+        row = self._row(register)
+        bits, width = np.zeros(self.cta.num_threads, np.uint64), 8 * row.itemsize // is_unwritten.shape[1]
+        for part in range(is_unwritten.shape[1]):
+            bits[lanes.threads[is_unwritten[:, part]]] |= np.uint64((1 << width) - 1 << part * width)
+        return bits.astype(row.dtype)
+
+    def _settle(self, flow: Flow) -> None:
+        """Gives registers that are used now their loaded bits: a load has ended before its results are used."""
+        for register in self.partly.keys() & flow.touches:
+            other, bits = self.others.get(register), self.partly.pop(register)
+            if other is not None:
+                values = (other.values & bits) | (self._row(register) & ~bits)
+                self.others[register] = other._replace(values=values)
 
     def follow(self, lanes: Lanes, step: Callable[[Lanes], None], flow: Flow) -> None:
         """Executes a step of these threads."""
@@ -85,6 +105,7 @@ class Uninitialized:
 
     def check(self, lanes: Lanes, flow: Flow) -> None:
         """Reports an instruction of these threads that decides something by a value that is not defined."""
+        self._settle(flow)
         if flow.guard in self.others:
             self._report(self.others[flow.guard], "a branch or a predicate depends on", self._threads(lanes))
         executing = self._executing(lanes, flow)
@@ -96,7 +117,9 @@ class Uninitialized:
             for register in flow.stored:
                 bits = np.bitwise_or.reduce(self.others[register].values ^ self._row(register))
                 executing &= self.others[register].differs
-                executing &= (bits & bits.dtype.type((1 << flow.stored_bits) - 1)) != 0
+                for start in range(0, flow.stored_bits, 32):  # a register of 64 bits has two elements
+                    width = min(flow.stored_bits - start, 32)
+                    executing &= (bits >> bits.dtype.type(start) & bits.dtype.type((1 << width) - 1)) != 0
             self._report(self.others[flow.stored[0]], "global memory gets", executing)
 
     def _report(self, other: Other, does: str, executing: np.ndarray) -> None:
