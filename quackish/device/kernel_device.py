@@ -177,9 +177,7 @@ def expects_kernels(device: torch.device) -> bool:
 
 
 def is_gpu_without_kernels(device: torch.device) -> bool:
-    """True for a GPU that no kernel runs on, also with `use_kernels(False)`. There the portable path is slower than
-    PyTorch's own functions.
-    """
+    """True for a GPU that no kernel runs on, whatever `use_kernels` says."""
     found = _find(device)
     return device.type == "cuda" and (isinstance(found, str) or found.gpu.family not in FAMILIES)
 

@@ -11,6 +11,7 @@ import types
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import quackish
 from tests.cuda_graphs import captured, no_synchronization
@@ -610,6 +611,13 @@ def test_a_gpu_without_kernels_runs_the_models_own_code(family, monkeypatch):
     (got, grads), (want, plain_grads) = step(model), step(plain)
     assert torch.equal(got.logits, want.logits)
     assert all(map(torch.equal, grads.values(), plain_grads.values()))
+
+
+def test_fake_tensors_on_a_gpu_that_does_not_exist():
+    norm = apply(tiny("Llama")).model.norm
+    with FakeTensorMode():
+        x = torch.empty(2, 9, 32, device="cuda")
+        assert torch.func.functional_call(norm, {"weight": x[0, 0]}, (x,)).device.type == "cuda"
 
 
 @pytest.mark.parametrize("family, expected", [("sm_80", True), ("sm_90", False), ("sm_120", True)])

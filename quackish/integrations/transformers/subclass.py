@@ -37,7 +37,8 @@ def runs_own_forward(args: tuple, kwargs: dict[str, Any]) -> bool:
 def lacks_kernels(args: tuple, kwargs: dict[str, Any]) -> bool:
     """True if a call's first tensor is on a GPU without kernels, where a module's class is faster than quackish."""
     first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-    return first is not None and first.is_cuda and is_gpu_without_kernels(first.device)
+    is_real = first is not None and type(first).__name__ != "FakeTensor"  # which may be on a GPU that does not exist
+    return is_real and first.is_cuda and is_gpu_without_kernels(first.device)
 
 
 def _new_subclass(base: type, forward: Callable, made_by: tuple, attributes: dict[str, Any]) -> type:

@@ -211,7 +211,7 @@ class AttentionKeysSm90(AttentionSm90):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def kept_rows(self, s: ScoreArgs, item: KeyItem, row_wg: Int32, thread: Int32) -> list | None:
-        """Of a mask of keys: 0 if it leaves out the thread's first or second row."""
+        """What a mask of keys says of the thread's two rows, 0 where it leaves out the key; None without one."""
         if not self.problem.mask_of_keys:
             return None
         first = item.tile * self.tile_k + row_wg * BLOCK + pair_rows(thread)
