@@ -61,10 +61,11 @@ class ColumnSum:
             partial = scratch + cta * self.width
             total = cute.make_rmem_tensor((4,), Float32)
             for j in cutlass.range(tid * 4, self.width, self.rows.threads * 4, unroll=1):
-                total.fill(0.0)
-                for r in cutlass.range(self.rows.tile_m, unroll=4):
-                    total.store(total.load() + vector_at(sSums + (r * self.width + j), 0, 4).load())
-                vector_at(partial, j, 4).store(total.load())
+                if j % self.n_pad < columns:
+                    total.fill(0.0)
+                    for r in cutlass.range(self.rows.tile_m, unroll=4):
+                        total.store(total.load() + vector_at(sSums + (r * self.width + j), 0, 4).load())
+                    vector_at(partial, j, 4).store(total.load())
 
         # scratch -> outputs: sums over the CTAs
         tickets += 2 * rank
