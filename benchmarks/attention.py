@@ -1,4 +1,4 @@
-"""Attention with a learned bias or a mask, against PyTorch's SDPA, FlexAttention and FlashAttention 4.
+"""Attention with a learned bias or a mask, against PyTorch's SDPA, FlexAttention, cuEquivariance and FlashAttention 4.
 
     python -m benchmarks.attention                          # every cell with a target: about 6 minutes on an H200
     python -m benchmarks.attention --quick                  # the main cells
@@ -63,6 +63,7 @@ SMALL: dict[str, tuple[tuple[int, ...], dict[str, object]]] = {
     "T5": ((8, 16, 512, 64), dict(attn_bias="1,H")),
     "triangle attention, L 768": ((768, 4, 768, 32), dict(attn_bias="1,H", key_mask=True)),
 }
+SMALL_PROVIDERS = (OURS, "torch-efficient", "flex", "cuequivariance")
 SMALL_TARGETS = {(768, 4, 768, 32): 1 / 0.68, (256, 4, 64, 32): 1 / 1.3}  # the least speedup; 1 for other shapes
 
 _OTHERS = [bias for bias in BIASES if bias != "B,H"]
@@ -75,7 +76,7 @@ QUICK = [
 JOBS = [  # the most important ones first, because a run may be cut off
     *QUICK,
     *(
-        Job(Cell(ATTENTION.name, shape, "bfloat16", TRAIN, data_of(options)), (OURS, "torch-efficient", "flex"), title)
+        Job(Cell(ATTENTION.name, shape, "bfloat16", TRAIN, data_of(options)), SMALL_PROVIDERS, title)
         for title, (shape, options) in SMALL.items()
     ),
     *(case(2048, d, attn_bias=bias) for d in HEAD_DIMS for bias in _OTHERS),

@@ -1,4 +1,4 @@
-"""Providers of scaled_dot_product_attention: quackish, PyTorch's backends of SDPA, FlexAttention and FlashAttention 4.
+"""Providers of scaled_dot_product_attention: quackish, PyTorch's SDPA, FlexAttention, cuEquivariance, FlashAttention 4.
 
 A provider takes query, key, value (b, h, l, d), attn_bias (b or 1, h or 1, l, l) or None, attn_mask (b, 1, l or 1, l)
 bool or None, and is_causal. It returns o (b, h, l, d), for autograd.
@@ -25,6 +25,7 @@ ABOUT = {
     "torch-cudnn": "the same with SDPBackend.CUDNN_ATTENTION, which refuses a bias that needs a gradient",
     "flex": "compiled FlexAttention; bias and mask are captured by score_mod. Causality is a BlockMask",
     "flex-block-mask": "the same, with the mask as a BlockMask, which is made outside of the measured calls",
+    "cuequivariance": "cuEquivariance 0.13's triangle attention",
     "fa4": "flash-attn-4, which has no gradient of a bias and no dense mask",
 }
 
@@ -124,6 +125,23 @@ def score_mod(bias: Tensor | None, mask: Tensor | None) -> Callable[..., Tensor]
     return modified
 
 
+# cuEquivariance -------------------------------------------------------------------------------------------------------
+
+
+def _cuequivariance() -> Attention:
+    """A bias that all batches share, and a mask of keys: its (1, N, H, L, D) are our (N, H, L, D)."""
+    from cuequivariance_ops_torch import triangle_attention
+
+    def attention(query, key, value, attn_bias, attn_mask, is_causal):
+        by_row = attn_mask is not None and attn_mask.shape[2] > 1
+        if is_causal or by_row or attn_bias is None or attn_bias.shape[0] > 1:
+            raise ValueError("cuEquivariance has a bias that all batches share, and a mask of keys")
+        mask = None if attn_mask is None else attn_mask[None]
+        return triangle_attention(query[None], key[None], value[None], attn_bias[None], mask)[0]
+
+    return attention
+
+
 # FlashAttention 4 -----------------------------------------------------------------------------------------------------
 
 
@@ -146,6 +164,7 @@ PROVIDERS: dict[str, Callable[[], Attention]] = {
     "torch-cudnn": functools.partial(sdpa, SDPBackend.CUDNN_ATTENTION),
     "flex": Flex,
     "flex-block-mask": functools.partial(Flex, block_mask=True),
+    "cuequivariance": _cuequivariance,
     "fa4": _fa4,
 }
 

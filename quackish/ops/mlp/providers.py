@@ -1,4 +1,4 @@
-"""Providers of grouped_mlp, moe_mlp and mlp: quackish, PyTorch's GEMMs, Transformers and Liger.
+"""Providers of grouped_mlp, moe_mlp and mlp: quackish, PyTorch's GEMMs, Transformers, Liger and SonicMoE.
 
 A provider of grouped_mlp takes x (r, h), w1 (e, 2i, h) as [gate; up], w2 (e, h, i), scales (r,) and offs (e,). One of
 moe_mlp takes x (t, h), top_k_index (t, k), top_k_weights (t, k), w1 and w2. One of mlp takes x (m, h), w1 (i, h),
@@ -76,6 +76,25 @@ def _liger() -> Mlp:
     return lambda x, index, weights, w1, w2: LigerFusedMoEFunction.apply(x, w1, w2, index.int(), weights)
 
 
+def _sonic_moe() -> Mlp:
+    """SonicMoE after the router, with gate rows first. Its first call tunes for about a minute."""
+    from sonicmoe.enums import ActivationType
+    from sonicmoe.functional import TC_topk_router_metadata_triton, _DownProjection, _UpProjection
+
+    def experts(x, top_k_index, top_k_weights, w1, w2):
+        (tokens, k), num_experts, swiglu = top_k_index.shape, len(w2), ActivationType.SWIGLU
+        rows = tokens * k
+        sizes = num_experts, num_experts + 1, rows, rows, rows
+        counts, offsets, *rows_of = (torch.empty(n, dtype=torch.int32, device=x.device) for n in sizes)
+        TC_topk_router_metadata_triton(top_k_index.int(), num_experts, counts, offsets, *rows_of)
+        routing = k, *rows_of, None, False  # every token has k experts
+        act, z = _UpProjection.apply(x, w1.permute(1, 2, 0), None, offsets, rows, *routing, swiglu, False, True)
+        weights = top_k_weights.float()
+        return _DownProjection.apply(act, z, w2.permute(1, 2, 0), None, weights, offsets, tokens, *routing, swiglu)
+
+    return experts
+
+
 def torch_dense() -> Mlp:
     return lambda x, w1, w2, w3: F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), w2)
 
@@ -98,7 +117,12 @@ PROVIDERS: dict[str, Callable[[], Mlp]] = {
     "torch": lambda: torch_mlp(swiglu),
     "torch-compile": _torch_compile,
 }
-MOE_PROVIDERS: dict[str, Callable[[], Mlp]] = {OURS: ours_moe, "transformers": _transformers, "liger": _liger}
+MOE_PROVIDERS: dict[str, Callable[[], Mlp]] = {
+    OURS: ours_moe,
+    "transformers": _transformers,
+    "liger": _liger,
+    "sonic-moe": _sonic_moe,
+}
 
 DENSE_PROVIDERS: dict[str, Callable[[], Mlp]] = {
     OURS: ours_dense,
