@@ -42,9 +42,11 @@ FIELDS = [  # one of each kernel is compiled in every run of the tests
     dict(dtype=BF16, d=32, bias_dtype=BF16),
     dict(dtype=FP16, d=32, bias_dtype=FP32, mask=True, mask_of_keys=True, band=True, softcap=True, short=True),
     dict(dtype=BF16, d=32, bias_dtype=BF16, mask=True, mask_of_keys=True, short=True),
-    dict(dtype=BF16, d=32, bias_dtype=BF16, mask=True, mask_of_keys=True, wide=True),
-    dict(dtype=BF16, d=32, bias_dtype=BF16, wide=True),
-    dict(dtype=FP16, d=32, wide=True),
+    dict(dtype=BF16, d=32, bias_dtype=BF16, mask=True, mask_of_keys=True, num_wgs=3),
+    dict(dtype=BF16, d=32, bias_dtype=BF16, num_wgs=3),
+    dict(dtype=FP16, d=32, num_wgs=3),
+    dict(dtype=BF16, d=32, bias_dtype=BF16, mask=True, mask_of_keys=True, num_wgs=4),
+    dict(dtype=FP16, d=32, num_wgs=4),
     dict(dtype=BF16, d=32, bias_dtype=BF16, mask=True, mask_of_keys=True),
     dict(dtype=BF16, d=128, bias_dtype=BF16, mask=True, mask_of_keys=True),
     dict(dtype=BF16, d=64, bias_dtype=BF16, bias_aligned=False, mask=True, mask_of_keys=True),
@@ -56,11 +58,10 @@ def problems():
     for fields in FIELDS:
         has_bias = fields.get("bias_dtype") is not None
         yield "attention_fwd", AttentionForwardProblem(**fields)
-        yield "attention_bwd_queries", AttentionQueriesProblem(**fields)
-        yield (
-            "attention_bwd_keys",
-            AttentionKeysProblem(**fields, dbias=has_bias and not (fields.get("short") or fields.get("wide"))),
-        )
+        if fields.get("num_wgs") != 4:  # only forward has four
+            yield "attention_bwd_queries", AttentionQueriesProblem(**fields)
+            has_dbias = has_bias and not (fields.get("short") or "num_wgs" in fields)
+            yield "attention_bwd_keys", AttentionKeysProblem(**fields, dbias=has_dbias)
         of_product = {name: fields.get(name, False) for name in ("mask", "band")}
         yield (
             "attention_bwd_product",
@@ -69,7 +70,7 @@ def problems():
             ),
         )
         if has_bias:
-            yield "attention_bwd_bias", AttentionBiasProblem(**fields | dict(short=False, wide=False))
+            yield "attention_bwd_bias", AttentionBiasProblem(**fields | dict(short=False, num_wgs=2))
 
 
 @pytest.mark.exhaustive
@@ -90,7 +91,7 @@ def test_compiles_without_spills(name, problem, gpu):
             ("attention_bwd_keys", AttentionKeysProblem(BF16, 64, BF16, dbias=True)),
             ("attention_bwd_keys", AttentionKeysProblem(BF16, 128, mask=True)),
             ("attention_bwd_keys", AttentionKeysProblem(BF16, 32, BF16)),
-            ("attention_bwd_keys", AttentionKeysProblem(BF16, 32, BF16, wide=True)),
+            ("attention_bwd_keys", AttentionKeysProblem(BF16, 32, BF16, num_wgs=3)),
             ("attention_bwd_queries", AttentionQueriesProblem(BF16, 128, BF16)),
             ("attention_bwd_queries", AttentionQueriesProblem(BF16, 64, BF16)),
         ],
@@ -171,7 +172,7 @@ def test_every_problem_has_a_legal_config():
 @pytest.mark.parametrize(
     "problem, config, why",
     [
-        (AttentionForwardProblem, (1, 128, 2), "num_wgs is 1; expected 2 or 3"),
+        (AttentionForwardProblem, (1, 128, 2), "num_wgs is 1; expected 2, 3 or 4"),
         (AttentionForwardProblem, (2, 32, 2), "tile is 32; expected one of 128, 64"),
         (AttentionForwardProblem, (2, 64, 0), "num_stages is 0; expected at least 1"),
         (AttentionForwardProblem, (2, 64, 2, 3), "own_stages is 3; expected 1 or 2"),

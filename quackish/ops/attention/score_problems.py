@@ -36,10 +36,8 @@ class AttentionProblem:
     # At most BLOCK queries and keys, a bias that is the same for all batches, and no mask but one of keys: a CTA has
     # two batches at a time, one per warp group.
     short: bool = False
-    # Tiles of three warp groups need no more rows than tiles of two, at d 32, without causality, window, softcap, a
-    # mask but one of keys, a bias that is fp32 or unaligned, and dbias of the kernel for dk and dv, which would spill
-    # registers. Forward and backward of B 768, H 4, L 768 take 5.24 ms with three and 5.70 with two (H200).
-    wide: bool = False
+    # Consumer warp groups of the rule's config: see `Prepared`.
+    num_wgs: int = 2
 
     # What differs between the kernels
     own: ClassVar[tuple[str, ...]]  # tensors of d columns whose tiles a warp group keeps during an item
@@ -192,6 +190,7 @@ class AttentionKeysProblem(AttentionProblem):
         is_wide = self.has_unaligned or self.bias_dtype == "float32"
         masked = self.mask and not self.mask_of_keys
         of_scores = 0 if tile == 32 else 56 if is_wide else masked * (16 + 8 * self.band)
+        of_scores += 8 * (self.d == 32)  # `SwizzledTile.load_fp32`
         return tile + tile // 4 + self.d + 16 + of_scores + tile // 2 * self.softcap
 
     @property

@@ -149,4 +149,4 @@ class MaskWalk:
         if const_expr(walk is None):
             return n, None
         word = read_word(walk, stage)
-        return word // 2, word % 2 if const_expr(is_known_full) else None
+        return word >> 1, word & 1 if const_expr(is_known_full) else None
