@@ -190,6 +190,8 @@ class DownBackwardSm100(DownBackwardMatrices, DownSm100):
                 for part in cutlass.range_constexpr(self.num_parts):
                     cute.autovec_copy(rows[part], z[part])
                 for v in cutlass.range_constexpr(SLICE):
+                    if const_expr(v == SLICE // 2):
+                        cute.arch.sync_warp()  # keeps the halves' arithmetic apart: "geglu_erf" spilled registers
                     scaled = dact[v] * scale if const_expr(p.scaled) else dact[v]
                     act[v] = activate_backward(scaled, z, v, p.activation)
                     if const_expr(p.scaled):
