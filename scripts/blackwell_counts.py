@@ -30,8 +30,11 @@ from quackish.kernels.gemm.problem import TILE_K, Store
 from quackish.kernels.gemm.sm90_config import GemmConfig
 from quackish.kernels.gemm.sm100_config import TILE_M, GemmSm100Config
 from quackish.ops.linear_cross_entropy.gemm_problems import Dlogits, LceGemmProblem, RowsOut, Softmax, StoreWithResidual
+from quackish.ops.linear_divergence.problems import DivergenceRowsProblem
 from quackish.ops.mlp import gemm_problems as mlp
+from quackish.ops.rotary.problems import RotaryProblem
 from quackish.ops.shared.dry_run import DryRun, Step
+from quackish.ops.shared.problems import StoreGemmProblem
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/blackwell.md"
@@ -110,7 +113,6 @@ MUFU_CYCLES = (
 
 class Epilogue(NamedTuple):
     title: str
-    kernel: str
     problem: Any
     usual: str = "shortest"  # which path a tile takes inside of the matrix
 
@@ -119,63 +121,70 @@ _BF16 = "bfloat16"
 _DW = dict(a_major="m", b_major="n", live="k")
 _OPTIONS = dict(bias_dtype="float32", softcap=True, smoothing=True, weighted=True, logit_scale=True)
 _GROUPED = dict(dtype=_BF16, max_groups=128, out_dtype=_BF16, cluster_tile="256x256")
+_DENSE = _GROUPED | dict(max_groups=1)
 EPILOGUES = [
-    Epilogue("softmax", "lce_gemm", LceGemmProblem(Softmax(), _BF16, _BF16)),
-    Epilogue("softmax, D in two", "lce_gemm", LceGemmProblem(Softmax(), _BF16, _BF16, d_in_two=True)),
-    Epilogue("softmax, sums only", "lce_gemm", LceGemmProblem(Softmax(), _BF16, None)),
-    Epilogue("softmax, statistics", "lce_gemm", LceGemmProblem(Softmax(return_stats=True), _BF16, _BF16)),
-    Epilogue("softmax, all options", "lce_gemm", LceGemmProblem(Softmax(**_OPTIONS, return_stats=True), _BF16, None)),
-    Epilogue("dlogits", "lce_gemm", LceGemmProblem(Dlogits(), _BF16, _BF16)),
-    Epilogue("dlogits, all options", "lce_gemm", LceGemmProblem(Dlogits(**_OPTIONS, entropy=True), _BF16, _BF16)),
-    Epilogue("rows", "lce_gemm", LceGemmProblem(RowsOut(), _BF16, _BF16, b_major="n"), "longest"),
-    Epilogue("store", "lce_gemm", LceGemmProblem(Store(), _BF16, _BF16, **_DW)),
-    Epilogue("store, with residual", "lce_gemm", LceGemmProblem(StoreWithResidual(), _BF16, _BF16, **_DW)),
-    Epilogue("store, adds to fp32", "lce_gemm", LceGemmProblem(Store(accumulate=True), _BF16, "float32", **_DW)),
-    Epilogue("up", "grouped_gemm", mlp.MlpGemmProblem(mlp.Up("swiglu", keeps=True), **_GROUPED)),
-    Epilogue("down", "grouped_gemm", mlp.MlpGemmProblem(mlp.Down(), **_GROUPED)),
+    Epilogue("softmax", LceGemmProblem(Softmax(), _BF16, _BF16)),
+    Epilogue("softmax, D in two", LceGemmProblem(Softmax(), _BF16, _BF16, d_in_two=True)),
+    Epilogue("softmax, sums only", LceGemmProblem(Softmax(), _BF16, None)),
+    Epilogue("softmax, statistics", LceGemmProblem(Softmax(return_stats=True), _BF16, _BF16)),
+    Epilogue("softmax, all options", LceGemmProblem(Softmax(**_OPTIONS, return_stats=True), _BF16, None)),
+    Epilogue("dlogits", LceGemmProblem(Dlogits(), _BF16, _BF16)),
+    Epilogue("dlogits, all options", LceGemmProblem(Dlogits(**_OPTIONS, entropy=True), _BF16, _BF16)),
+    Epilogue("rows", LceGemmProblem(RowsOut(), _BF16, _BF16, b_major="n"), "longest"),
+    Epilogue("store", LceGemmProblem(Store(), _BF16, _BF16, **_DW)),
+    Epilogue("store, with residual", LceGemmProblem(StoreWithResidual(), _BF16, _BF16, **_DW)),
+    Epilogue("store, adds to fp32", LceGemmProblem(Store(accumulate=True), _BF16, "float32", **_DW)),
+    Epilogue("store, fp32 logits", StoreGemmProblem(Store(), _BF16, "float32")),
+    Epilogue("up", mlp.MlpGemmProblem(mlp.Up("swiglu", keeps=True), **_GROUPED)),
+    Epilogue("up, dense", mlp.MlpGemmProblem(mlp.Up("swiglu", keeps=True), **_DENSE, b_in_two=True)),
+    Epilogue("down", mlp.MlpGemmProblem(mlp.Down(), **_GROUPED)),
+    Epilogue("down, dense", mlp.MlpGemmProblem(mlp.Down(), **_DENSE)),
+    Epilogue("down_backward", mlp.MlpGemmProblem(mlp.DownBackward("swiglu", scaled=True), **_GROUPED, b_major="n")),
+    Epilogue("down_backward, dense", mlp.MlpGemmProblem(mlp.DownBackward("swiglu"), **_DENSE, b_major="n")),
     Epilogue(
-        "down_backward", "grouped_gemm",
-        mlp.MlpGemmProblem(mlp.DownBackward("swiglu", scaled=True), **_GROUPED, b_major="n"),
+        "down_backward, geglu_erf",
+        mlp.MlpGemmProblem(mlp.DownBackward("geglu_erf", scaled=True), **_GROUPED, b_major="n"),
     ),
-    Epilogue("store (grouped)", "grouped_gemm", mlp.MlpGemmProblem(mlp.Store(), **_GROUPED)),
+    Epilogue("store (grouped)", mlp.MlpGemmProblem(mlp.Store(), **_GROUPED)),
 ]  # fmt: skip
 
 
 def epilogue_rows() -> Iterator[list[str]]:
-    yield [
-        "epilogue",
-        "registers",
-        "stack B",
-        "shared B",
-        "stages",
-        "instructions",
-        "all branches",
-        "MUFU",
-        "cycles",
-        "K",
-    ]
+    yield ["epilogue", "registers", "stack B", "instructions", "MUFU", "K"]
     for one in EPILOGUES:
         config = analytical(one.problem, B200).config
-        kernel = one.problem.spec.kernel_class(B200)
-        used, code = disassemble(kernel, one.problem, config, B200.target)
+        used, code = disassemble(one.problem.spec.kernel_class(B200), one.problem, config, B200.target)
         paths = epilogue_paths(code, config.tile_n)
         usual = getattr(paths, one.usual)
         mufu = sum("MUFU" in text for text in usual)
         cycles = max(len(usual), MUFU_CYCLES * mufu)
         hidden = -(-cycles * FLOPS_PER_CYCLE["B200"] // (2 * TILE_M * config.tile_n))
-        numbers = used.registers, used.stack_bytes, used.smem_bytes, config.num_stages
-        numbers += len(usual), len(paths.longest), mufu, cycles, hidden
+        numbers = used.registers, used.stack_bytes, len(usual), mufu, hidden
         yield [one.title, *(f"{number:,}" for number in numbers)]
+
+
+ROW_KERNELS = {
+    "rotary, D 64": RotaryProblem(64, _BF16, _BF16, 64),
+    "rotary, D 128": RotaryProblem(128, _BF16, _BF16, 128),
+    "divergence_rows, beta 0, V 128256": DivergenceRowsProblem(128_256, "forward", _BF16),
+    "divergence_rows, beta 0.5, V 151936": DivergenceRowsProblem(151_936, "between", _BF16),
+}
+
+
+def row_kernel_rows() -> Iterator[list[str]]:
+    yield ["kernel", "threads", "registers", "stack B"]
+    for title, problem in ROW_KERNELS.items():
+        config = analytical(problem, B200).config
+        used, _ = disassemble(problem.spec.kernel_class(B200), problem, config, B200.target)
+        yield [title, str(config.threads), str(used.registers), str(used.stack_bytes)]
 
 
 # GEMMs of a call ------------------------------------------------------------------------------------------------------
 
 FLOPS_PER_CYCLE = {"H200": 4096, "B200": 8192}  # per SM, dense bf16
 SLOWEST, FASTEST = roofs_of(B200), roofs_of(B200).fastest  # published speeds; the clock is what power allows
-# Forward and backward at M x 4096 x 128256 in bf16 on a B200, in ms, as the projects state them.
-QUACK = {8192: 17.26}  # 0.6.2
-LIGER = {1024: 2.52, 4096: 9.04, 8192: 17.51, 16_384: 35.9, 65_536: 144.8}
-TOKENS = sorted(LIGER)
+
+
 MANY_ROWS = ("65536x512x256", "262144x512x256", "1048576x512x256")  # bound by launches and bytes, not by GEMMs
 
 
@@ -210,36 +219,22 @@ def steps_of(words: str, gpu: Gpu) -> DryRun:
     return call_arguments.dry_run_call(parser.parse_args(words.split()), gpu)
 
 
-def headline_rows() -> Iterator[list[str]]:
-    yield [
-        "GEMM", "m, n, k", "MMAs / least", "waves", "filled", "L2 B/cycle", "MMA B/cycle", "GB", "from ms", "to ms",
-        "memory alone ms",
-    ]  # fmt: skip
-    for step in steps_of("linear_cross_entropy 8192x4096x128256", B200).steps:
-        if step.kernel != "lce_gemm" or step.problem.epilogue.selects_tiles:
-            continue
-        config, sizes = step.choice.config, step.sizes
-        tile = tiling(config, sizes, B200)
-        m, n, k = (sizes[name] for name in "mnk")
-        mmas = tile.tiles * tile.steps * (TILE_K // 16)
-        least = m * n * k / (config.cluster_rows * config.tile_n * 16)
-        cycles = tile.tile_flops / tile.steps / FLOPS_PER_CYCLE["B200"]  # of a step
-        read = TILE_K * 2 * (TILE_M + config.tile_n // config.ctas)  # by the MMAs of a CTA; also written by TMA
-        yield [
-            step.problem.spec.name_of(step.problem), f"{m}, {n}, {k}", f"{mmas:,} / {least:,.0f}", f"{tile.waves:.2f}",
-            f"{tile.waves / math.ceil(tile.waves):.1%}", f"{config.stage_bytes / cycles:.0f}", f"{read / cycles:.0f}",
-            f"{step.work.bytes / 1e9:.2f}", *(f"{gemm_seconds(step, B200, at) * 1e3:.2f}" for at in (FASTEST, SLOWEST)),
-            f"{1e3 * step.work.bytes / FASTEST.copy:.2f}",
-        ]  # fmt: skip
-
-
 # Predictions ----------------------------------------------------------------------------------------------------------
 
 
-def gemm_seconds(step: Step, gpu: Gpu, roofs: Roofs) -> float:
+def gemm_sizes(step: Step) -> dict[str, int] | None:
+    """m, n and k of a GEMM without groups; None for other launches, and for those that select tiles."""
+    sizes, problem = step.sizes, step.problem
+    if step.kernel == "grouped_gemm":
+        columns = sizes["n"] * (1 + problem.epilogue.has_pairs)
+        return dict(m=sizes["rows"], n=columns, k=sizes["k"] * problem.k_parts)
+    is_gemm = step.kernel in ("lce_gemm", "gemm") and not problem.epilogue.selects_tiles
+    return sizes if is_gemm else None
+
+
+def gemm_seconds(tile: Tiling, gpu: Gpu, roofs: Roofs, split_k_tail: bool = False) -> float:
     """Whole waves of tiles at the clock of `roofs`. Splits of the last wave leave no SM idle."""
-    tile = tiling(step.choice.config, step.sizes, gpu)
-    waves = tile.waves if step.problem.split_k_tail else math.ceil(tile.waves)
+    waves = tile.waves if split_k_tail else math.ceil(tile.waves)
     cycles = waves * tile.tile_flops / FLOPS_PER_CYCLE[gpu.name]
     return cycles / clock(gpu, roofs) + LAUNCH_US * 1e-6
 
@@ -253,44 +248,134 @@ def seconds(dry: DryRun, gpu: Gpu, roofs: Roofs) -> float:
     """GEMMs by waves, other launches by bytes."""
     total = 0.0
     for step in dry.steps:
-        is_gemm = step.kernel == "lce_gemm" and not step.problem.epilogue.selects_tiles
-        once = gemm_seconds(step, gpu, roofs) if is_gemm else max(LAUNCH_US, estimate(step.work, roofs).us) * 1e-6
+        if (sizes := gemm_sizes(step)) is None:
+            once = max(LAUNCH_US, estimate(step.work, roofs).us) * 1e-6
+        else:
+            tile = tiling(step.choice.config, sizes, gpu)
+            once = gemm_seconds(tile, gpu, roofs, getattr(step.problem, "split_k_tail", False))
         total += step.calls * once
     return total
 
 
+# Results of the H200 whose calls are predicted, and options of these calls
+RESULTS = {
+    "linear_cross_entropy.csv": "",
+    "sweep/linear_cross_entropy.csv": "",
+    "mlp.csv": " --w3",
+    "linear_divergence.csv": "",
+    "rotary.csv": "",
+}
+
+
+def measured_calls(file: str) -> dict[str, float]:
+    """Milliseconds of forward and backward on an H200, without ignored rows and with beta 0."""
+    times: dict[str, float] = {}
+    with (ROOT / "benchmarks/results/H200" / file).open() as lines:
+        for row in csv.DictReader(lines):
+            op, direction = row["op"], row["direction"]
+            directions = ("forward", "backward") if op == "rotary" else ("forward+backward",)
+            key = row["provider"], row["ignored"], row["dtype"]
+            if key == ("quackish", "0.0", _BF16) and row["data"] in ("normal", "beta=0.0"):
+                if direction in directions and row["shape"] not in MANY_ROWS:
+                    call = f"{op} {row['shape']}{RESULTS[file]}"
+                    times[call] = times.get(call, 0.0) + float(row["median_ms"])
+    return times
+
+
+LOSSES = [f"linear_cross_entropy {tokens}x4096x128256" for tokens in (1024, 4096, 8192, 16_384, 65_536)]
+
+
+def milliseconds(seconds: float) -> str:
+    """Three digits, or as many as the integer part has."""
+    return f"{1e3 * seconds:#.3g}".removesuffix(".")
+
+
 def prediction_rows() -> Iterator[list[str]]:
-    yield ["tokens", "from ms", "to ms", "QuACK ms", "Liger ms", "schedule", "expected GB"]
-    for tokens in TOKENS:
-        dry = steps_of(f"linear_cross_entropy {tokens}x4096x128256", B200)
-        yield [
-            f"{tokens:,}", *(f"{1e3 * seconds(dry, B200, at):.2f}" for at in (FASTEST, SLOWEST)),
-            *(f"{stated[tokens]:.2f}" if tokens in stated else "" for stated in (QUACK, LIGER)),
-            dry.plan["Schedule"].partition(",")[0], f"{dry.peak_bytes / 1e9:.2f}",
-        ]  # fmt: skip
+    yield ["call", "from ms", "to ms", "expected GB"]
+    others = [call for file in ("mlp.csv", "linear_divergence.csv", "rotary.csv") for call in measured_calls(file)]
+    for call in (*LOSSES, *others):
+        dry = steps_of(call, B200)
+        times = (milliseconds(seconds(dry, B200, at)) for at in (FASTEST, SLOWEST))
+        yield [f"`{call}`", *times, f"{dry.peak_bytes / 1e9:.2f}"]
+
+
+def hopper_ratios() -> dict[str, list[float]]:
+    """Predicted time / measured time of each call on an H200, by operation."""
+    ratios: dict[str, list[float]] = {}
+    for file in RESULTS:
+        for call, ms in measured_calls(file).items():
+            predicted = seconds(steps_of(call, H200), H200, roofs_of(H200))
+            ratios.setdefault(Path(file).stem, []).append(1e3 * predicted / ms)
+    return ratios
 
 
 def hopper_rows() -> Iterator[list[str]]:
-    yield ["shape", "predicted ms", "measured ms", "predicted / measured", "commit"]
-    for file in ("linear_cross_entropy.csv", "sweep/linear_cross_entropy.csv"):
-        with (ROOT / "benchmarks/results/H200" / file).open() as lines:
-            for row in csv.DictReader(lines):
-                key = row["provider"], row["data"], row["direction"], row["ignored"], row["dtype"]
-                if key != ("quackish", "normal", "forward+backward", "0.0", _BF16) or row["shape"] in MANY_ROWS:
-                    continue
-                predicted = 1e3 * seconds(steps_of(f"linear_cross_entropy {row['shape']}", H200), H200, roofs_of(H200))
-                measured = float(row["median_ms"])
-                shape = row["shape"].replace("x", " x ")
-                ratio = predicted / measured
-                yield [shape, f"{predicted:.2f}", f"{measured:.2f}", f"{ratio:.3f}", f"`{row['commit'][:7]}`"]
+    yield ["operation", "calls", "predicted / measured: least", "mean", "largest"]
+    for name, ratios in hopper_ratios().items():
+        numbers = min(ratios), sum(ratios) / len(ratios), max(ratios)
+        yield [f"`{name}`", str(len(ratios)), *(f"{number:.3f}" for number in numbers)]
+
+
+# What others state for a B200 -----------------------------------------------------------------------------------------
+
+
+def loss_gemms(tokens: int) -> list[tuple[int, int, int]]:
+    """(m, n, k) of the GEMMs of linear cross entropy, with H 4096 and V 128256, if all rows are one chunk."""
+    h, v = 4096, 128_256
+    return [(tokens, v, h), (tokens, h, v), (v, h, tokens)]
+
+
+def expert_gemms(rows: int, h: int, i: int, experts: int) -> list[tuple[int, int, int]]:
+    """Of SwiGLU experts with equal numbers of rows; gradients of weights sum over the rows of an expert."""
+    each = rows // experts
+    forward = [(rows, 2 * i, h), (rows, h, i)]
+    return [*forward, (rows, i, h), (rows, h, 2 * i), (experts * 2 * i, h, each), (experts * h, i, each)]
+
+
+# Forward and backward in bf16, or one GEMM; ms by library
+PUBLISHED = {
+    **{
+        f"loss, {tokens:,} tokens": (loss_gemms(tokens), times)
+        for tokens, times in {
+            1024: {"QuACK": 2.12, "Liger": 2.52},
+            4096: {"QuACK": 8.33, "Liger": 9.04},
+            8192: {"QuACK": 17.26, "Liger": 17.51},
+            16_384: {"QuACK": 34.1, "Liger": 35.9},
+            65_536: {"QuACK": 140.0, "Liger": 144.8},
+        }.items()
+    },
+    **{
+        f"dW over {k} rows": ([(128_256, 4096, k)], {"Liger": liger, "cuBLAS": cublas})
+        for k, liger, cublas in ((256, 0.252, 0.264), (512, 0.394, 0.396), (1024, 0.699, 0.685), (2048, 1.349, 1.336))
+    },
+    "Mixtral's experts, 16,384 rows": (expert_gemms(16_384, 4096, 14_336, 8), {"Liger": 23.7}),
+    "Qwen3-30B's experts, 65,536 rows": (expert_gemms(65_536, 2048, 768, 128), {"Liger": 5.84}),
+}
+
+
+def published_rows() -> Iterator[list[str]]:
+    libraries = "QuACK", "Liger", "cuBLAS"
+    yield ["work", "from ms", "to ms", *libraries]
+    for title, (gemms, stated) in PUBLISHED.items():
+        tiles = [tiling(GemmSm100Config(), dict(zip("mnk", sizes, strict=True)), B200) for sizes in gemms]
+        low, high = (sum(gemm_seconds(tile, B200, at) for tile in tiles) for at in (FASTEST, SLOWEST))
+        cells = []
+        for name in libraries:
+            if (ms := stated.get(name)) is None:
+                cells.append("")
+            else:
+                where = "in" if low <= ms / 1e3 <= high else "out"
+                cells.append(f"{ms:g}, {1e3 * (low + high) / 2 / ms:.2f} {where}")
+        yield [title, milliseconds(low), milliseconds(high), *cells]
 
 
 # The page -------------------------------------------------------------------------------------------------------------
 
 TABLES: dict[str, Callable[[], Iterator[list[str]]]] = {
     "epilogues": epilogue_rows,
-    "headline": headline_rows,
+    "row kernels": row_kernel_rows,
     "predictions": prediction_rows,
+    "published": published_rows,
     "hopper": hopper_rows,
 }
 
