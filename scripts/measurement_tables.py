@@ -78,26 +78,14 @@ def of_shape(shape: str) -> str:
 # The pages ------------------------------------------------------------------------------------------------------------
 
 
-def run_rows() -> Table:
-    yield "results", "card", "commit"
-    for file in sorted(RESULTS.rglob("*.md")):
-        name, text = file.relative_to(RESULTS).as_posix(), file.read_text(encoding="utf-8")
-        if file.with_suffix(".csv").exists():
-            commits = [row["commit"] for row in rows_of(name.removesuffix(".md") + ".csv")]
-        else:
-            commits = re.findall(r"`([0-9a-f]{7,12})`", text)
-        cards = sorted(set(re.findall(r"\bH[12]00\b", f"{name} {text}")))
-        commits = [f"`{commit}`" for commit in dict.fromkeys(commit[:7] for commit in commits)]
-        yield f"[{name}](../../benchmarks/results/{name})", ", ".join(cards), ", ".join(commits)
-
-
 def miss_rows() -> Table:
     """Every target that a page of results marks as missed."""
-    yield "results", "card", "missed target"
+    yield "results", "missed targets"
     for file in sorted(RESULTS.rglob("*.md")):
         name = file.relative_to(RESULTS).as_posix()
-        for miss in re.findall(r"^- FAIL: (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE):
-            yield f"[{name}](../../benchmarks/results/{name})", ", ".join(re.findall(r"^H[12]00", name)), miss
+        misses = re.findall(r"^- FAIL: (.*?)(?:; missed also in .*)?$", file.read_text(encoding="utf-8"), re.MULTILINE)
+        if misses:
+            yield f"[{name}](../../benchmarks/results/{name})", "<br>".join(misses)
 
 
 NORMS = [f"{m}x{n}" for m in (4096, 65536) for n in (256, 1024, 4096, 8192)]
@@ -171,75 +159,31 @@ def schedule_rows() -> Table:
         yield title, ms(row), of_roof(row), gb(row)
 
 
-def steady_rows() -> Table:
-    names = {'`"chunked"` (auto)': "quackish", '`"stored"`': "quackish-stored", '`"recompute"`': "quackish-recompute"}
-    yield "M, H, V", *names
-    for shape in LOSSES[1:5]:
-        found = (find_loss("H100/linear_cross_entropy.csv", n, shape=shape, direction="steady") for n in names.values())
-        yield of_shape(shape), *map(of_roof, found)
-
-
 def torch_kernel_rows() -> Table:
     yield "", "ms", "peak GB", "error of dW"
     for title, name in {
-        "quackish": "quackish", "PyTorch 2.15's kernel, chunks of 256 rows (its default)": "torch-cute-256",
-        "the same, chunks of 1024 rows": "torch-cute-1024", "the same, chunks of 4096 rows": "torch-cute-4096",
-        "PyTorch 2.11, eager": "torch", "torch.compile": "torch-compile",
-    }.items():  # fmt: skip
+        "quackish": "quackish",
+        "PyTorch 2.15's kernel, chunks of 256 rows (its default)": "torch-cute-256",
+        "the same, chunks of 4096 rows": "torch-cute-4096",
+    }.items():
         row = find_loss("H200/torch_2_15/linear_cross_entropy.csv", name, **HEADLINE)
         yield title, ms(row), gb(row), f"{float(row['err_dweight']):.4f}"
 
 
-def _compare(file: str, lines: dict[str, list[tuple[str, dict[str, str]]]], providers: Sequence[str]) -> Table:
-    """Milliseconds and GB of some providers; a line names a provider and the rows for each."""
-    yield "", *(f"{name}: {unit}" for name in providers for unit in ("ms", "peak GB"))
-    for title, cells in lines.items():
-        found = [find_loss(file, name, **where) if name else None for name, where in cells]
-        yield title, *(cell(row) for row in found for cell in (ms, gb))
-
-
 def token_rows() -> Table:
-    where = dict(shape="16384x4096x131072")
-    lines = {
+    yield "", *(f"{name}: {unit}" for name in ("quackish", "Liger", "PyTorch, chunks") for unit in ("ms", "peak GB"))
+    for title, names in {
         "gradients of the loss": ["quackish-tokens", "liger-scaled-loss", ""],
         "gradients of the loss and the entropy": ["quackish-tokens-entropy", "liger-scaled", "torch-chunked-stats"],
-    }
-    lines = {title: [(name, where) for name in names] for title, names in lines.items()}
-    return _compare("H200/linear_cross_entropy.csv", lines, ("quackish", "Liger", "PyTorch, chunks of 256 rows"))
-
-
-def statistic_rows() -> Table:
-    forward, both = HEADLINE | {"direction": "forward"}, HEADLINE
-    lines = {
-        "loss only, no gradients": [("quackish", forward), ("", forward), ("", forward)],
-        "loss and statistics, no gradients": [
-            ("quackish-stats", forward), ("liger-scaled", forward), ("torch-chunked-stats", forward),
-        ],
-        "loss and statistics, gradients of the loss": [("quackish-stats", both), ("", both), ("", both)],
-        "loss and statistics, gradients of the loss and the entropy": [
-            ("quackish-entropy", both), ("liger-scaled", both), ("torch-chunked-stats", both),
-        ],
-    }  # fmt: skip
-    return _compare("H100/linear_cross_entropy.csv", lines, ("quackish", "Liger", "chunked PyTorch"))
-
-
-def fp32_rows() -> Table:
-    dtypes = {"fp32": "float32", "TF32": "tf32"}
-    yield "", "peak GB", *(f"{card}: {title} ms" for card in CARDS for title in dtypes)
-    for title, name in {"quackish": "quackish", "Liger": "liger", "PyTorch": "torch"}.items():
-        found = [
-            find_loss(f"{card}/linear_cross_entropy.csv", name, **HEADLINE | {"dtype": dtype})
-            for card in CARDS
-            for dtype in dtypes.values()
-        ]
-        yield title, gb(found[0]), *map(ms, found)
+    }.items():
+        found = (find_loss("H200/linear_cross_entropy.csv", name, shape="16384x4096x131072") for name in names)
+        yield title, *(cell(row) for row in found for cell in (ms, gb))
 
 
 def few_classes_rows() -> Table:
     names = {
         "quackish": "quackish", 'quackish, `reduction="none"`': "quackish-tokens",
-        'quackish, `"recompute"`': "quackish-recompute", "PyTorch, bf16 logits": "torch",
-        "PyTorch, fp32 logits": "torch-fp32",
+        "PyTorch, bf16 logits": "torch", "PyTorch, fp32 logits": "torch-fp32",
     }  # fmt: skip
     yield "M", *names
     for m in (65536, 262144, 1048576):
@@ -270,15 +214,14 @@ def loss_host_rows() -> Table:
 
 
 def error_rows() -> Table:
-    """Least and largest errors over the shapes of the table of times."""
-    yield "", "data", *(f"{name}: {which}" for name in ("quackish", "PyTorch") for which in ("least", "largest"))
+    """The largest errors over the shapes of the table of times."""
+    yield "", "data", "quackish", "PyTorch"
     for column, title in {"err_loss": "loss", "err_dx": "dX", "err_dweight": "dW"}.items():
         for data in ("normal", "confident"):
             cells = []
             for name in ("quackish", "torch"):
                 found = [find_loss("H200/linear_cross_entropy.csv", name, shape=s, data=data) for s in LOSSES]
-                errors = [float(row[column]) for row in found if row and row[column]]
-                cells += [f"{value:.1e}" for value in (min(errors), max(errors))]
+                cells.append(f"{max(float(row[column]) for row in found if row and row[column]):.1e}")
             yield title, {"normal": "random"}.get(data, data), *cells
 
 
@@ -294,72 +237,43 @@ def mlp_h200(provider: str, model: str, split: str = "uniform") -> Row | None:
     return find("H200/grouped_mlp.csv", provider=provider, **where)
 
 
-def mlp_rows(times: Callable[[str, str], list[str]]) -> Table:
-    yield (
-        "model", "split", "quackish", "quackish, `recompute=True`", "PyTorch, compiled activation", "PyTorch, eager",
-        "fastest six GEMMs",
-    )  # fmt: skip
+def mlp_rows() -> Table:
+    names = {"quackish": "quackish", "PyTorch": "torch-compile", "six GEMMs": "six-gemms"}
+    yield "model", "split", *(f"{card}: {title}" for card in CARDS for title in names)
     for model in EXPERTS:
         for split in SPLITS:
-            yield model, split, *times(model, split)
-
-
-def mlp_h200_times(model: str, split: str) -> list[str]:
-    names = ("quackish", "quackish-recompute", "torch-compile", "torch", "six-gemms")
-    return [ms(mlp_h200(name, model, split)) for name in names]
+            on_h200 = (ms(mlp_h200(name, model, split)) for name in names.values())
+            yield model, split, *on_h200, *mlp_h100_times(model, split)
 
 
 def mlp_h100_times(model: str, split: str) -> list[str]:
-    rows = {
-        r["provider"]: r["ms"] for r in rows_of("H100/grouped_mlp.md") if (r["model"], r["split"]) == (model, split)
-    }
-    names = ("quackish", "quackish, recompute", "torch, activation compiled", "torch, eager")
-    fastest = min(float(time) for name, time in rows.items() if name.startswith("six "))
-    return [significant(time) for time in (*(float(rows[name]) for name in names), fastest)]
+    found = [row for row in rows_of("H100/grouped_mlp.md") if (row["model"], row["split"]) == (model, split)]
+    times = {row["provider"]: row["ms"] for row in found}
+    fastest = min((time for name, time in times.items() if name.startswith("six ")), key=float)
+    return [significant(float(x)) for x in (times["quackish"], times["torch, activation compiled"], fastest)]
 
 
 def mlp_memory_rows() -> Table:
     names = {
-        "quackish": "quackish", "quackish, `recompute=True`": "quackish-recompute",
-        "PyTorch, compiled activation": "torch-compile", "PyTorch, eager": "torch",
+        "quackish": "quackish", "quackish, `recompute=True`": "quackish-recompute", "PyTorch": "torch-compile",
     }  # fmt: skip
     yield "model", *names
     for model in EXPERTS:
         yield model, *(gb(mlp_h200(name, model)) for name in names.values())
 
 
-def mlp_target_rows() -> Table:
-    """From the verdicts of the two pages of results."""
-    yield "", *CARDS, "target"
-    pages = [(RESULTS / card / "grouped_mlp.md").read_text(encoding="utf-8") for card in CARDS]
-
-    def verdicts(pattern: str) -> list[list[str]]:
-        return [re.findall(rf": {pattern}", page) for page in pages]
-
-    ratios = [sorted(map(float, found)) for found in verdicts(r"(?:time / |over the fastest )six GEMMs: ([\d.]+)")]
-    yield "time / the fastest six GEMMs, least", *(f"{found[0]:.3f}" for found in ratios), "1.06"
-    yield "time / the fastest six GEMMs, largest", *(f"{found[-1]:.3f}" for found in ratios), "1.06"
-    means = [found[0] for found in verdicts(r"torch.* ([\d.]+) times our time on average")]
-    yield "time of PyTorch with a compiled activation / quackish, on average", *means, "1.2"
-    small = dict(shape="1024x128x128x8", direction="host")
-    h200 = (float(find("H200/grouped_mlp.csv", provider=name, **small)["median_ms"]) for name in ("quackish", "torch"))
-    h100 = map(float, verdicts(r"host time, target torch, eager's: ([\d.]+) us, target ([\d.]+) us")[1][0])
-    for name, here, there in zip(("quackish", "PyTorch, eager"), h200, h100, strict=True):
-        yield f"host time of a small call, {name}, us", f"{1e3 * here:.0f}", f"{there:.0f}", ""
-
-
 def expert_rows() -> Table:
-    yield (
-        "model", *(f"H200: {name}" for name in ("`moe_mlp`", "Transformers", "Liger")),
-        *(f"H100: {name}" for name in ("`moe_mlp`", "Transformers")),
-    )  # fmt: skip
+    titles = ("`moe_mlp`", "Transformers", "Liger")
+    h200 = (f"{title}: {unit}" for title in titles for unit in ("ms", "GB"))
+    yield "model", *h200, *(f"H100: {title}: ms" for title in titles[:2])
     for model, shape in MOE.items():
         found = [find("H200/moe_mlp.csv", shape=shape, provider=name) for name in MOE_PROVIDERS]
         blocks = [
             find("H100/grouped_mlp.md", model=model, split="block", provider=name)
             for name in ("quackish", "Transformers, F.grouped_mm")
         ]
-        yield model, *map(ms, found), *(significant(float(row["ms"])) for row in blocks)
+        h200 = (cell for row in found for cell in (ms(row), gb(row)))
+        yield model, *h200, *(significant(float(row["ms"])) for row in blocks)
 
 
 MOE_PROVIDERS = ("quackish", "transformers", "liger")
@@ -367,12 +281,6 @@ MOE = {
     "Qwen3-30B": "16384x2048x768x128x8", "OLMoE": "16384x2048x1024x64x8", "gpt-oss": "16384x2880x2880x32x4",
     "Mixtral": "8192x4096x14336x8x2",
 }  # fmt: skip
-
-
-def expert_memory_rows() -> Table:
-    yield "model", "`moe_mlp`", "Transformers", "Liger"
-    for model, shape in MOE.items():
-        yield model, *(gb(find("H200/moe_mlp.csv", shape=shape, provider=name)) for name in MOE_PROVIDERS)
 
 
 ATTENTION = {"quackish": "quackish", "FlexAttention": "flex", "memory-efficient SDPA": "torch-efficient"}
@@ -391,12 +299,10 @@ def attention_rows() -> Table:
         for d in (64, 128):
             shape = f"{batch}x16x{length}x{d}"
             yield of_shape(shape), "(B, H, L, L), bf16", *attention_ms(shape, "normal", names)
-    for d in (64, 128):
-        shape = f"4x16x2048x{d}"
-        for bias in ("1,H", "B,1", "1,1"):
-            cells = attention_ms(shape, f"attn_bias={bias}", names)
-            yield of_shape(shape), f"({bias.replace(',', ', ')}, L, L), bf16", *cells
-    for bias in ("B,H", "1,H", "B,1", "1,1"):
+    for bias in ("1,H", "B,1", "1,1"):
+        cells = attention_ms("4x16x2048x64", f"attn_bias={bias}", names)
+        yield "4, 16, 2048, 64", f"({bias.replace(',', ', ')}, L, L), bf16", *cells
+    for bias in ("B,H", "1,H"):
         cells = attention_ms("4x16x2048x64", f"attn_bias={bias} bias_dtype=float32", names)
         yield "4, 16, 2048, 64", f"({bias.replace(',', ', ')}, L, L), fp32", *cells
 
@@ -431,62 +337,62 @@ STEPS = {
 }  # fmt: skip
 
 
-def step_rows(card: str, compiled: str) -> Table:
+def step_rows(compiled: str) -> Table:
     providers = {"unpatched": "plain", "Liger's whole patch": "liger", "`apply(model)`": "quackish"}
-    yield "", *(f"{title}: {unit}" for title in providers for unit in ("ms", "GB")), "time / Liger's"
-    for title, model in STEPS.items():
-        rows = [find(f"{card}/llama_step.csv", model=model, provider=p, compiled=compiled) for p in providers.values()]
-        if any(rows):
-            cells = [row[column] if row else "" for row in rows for column in ("median_ms", "peak_gb")]
-            yield title, *(f"{float(cell):.1f}" if cell else "" for cell in cells), rows[-1]["vs_liger"]
+    yield "card", "model", *(f"{title}: {unit}" for title in providers for unit in ("ms", "GB")), "time / Liger's"
+    for card in CARDS:
+        for title, model in STEPS.items():
+            where = dict(model=model, compiled=compiled)
+            rows = [find(f"{card}/llama_step.csv", provider=p, **where) for p in providers.values()]
+            if any(rows):
+                cells = [row[column] if row else "" for row in rows for column in ("median_ms", "peak_gb")]
+                yield card, title, *(f"{float(cell):.1f}" if cell else "" for cell in cells), rows[-1]["vs_liger"]
 
 
-def dense_rows(card: str) -> Table:
-    yield (
-        "tokens, H, I",
-        *(f"{title}: {unit}" for title in ("quackish", "Liger", "PyTorch, compiled") for unit in ("ms", "GB")),
-        ("the plain matmuls: ms"),
-    )
-    for shape in dict.fromkeys(row["shape"] for row in rows_of(f"{card}/mlp.csv") if row["direction"] != "host"):
-        rows = [find(f"{card}/mlp.csv", shape=shape, provider=name) for name in ("quackish", "liger", "torch-compile")]
-        roof = find(f"{card}/mlp.csv", shape=shape, provider="six-gemms")
-        yield of_shape(shape), *(cell for row in rows for cell in (ms(row), gb(row))), ms(roof)
+DENSE_PROVIDERS = {"quackish": "quackish", "Liger": "liger", "PyTorch": "torch-compile"}
 
 
-def rotary_rows(card: str) -> Table:
-    names = {"quackish": "quackish", "a copy": "mul", "Liger, in place": "liger", "PyTorch, compiled": "torch-compile"}
-    yield "batch, heads of q and k, length, D", "", *(f"{title}: us" for title in names)
-    for row in rows_of(f"{card}/rotary.csv"):
-        shape, direction = row["shape"], row["direction"]
-        if direction != "host" and row["provider"] == "quackish":
-            found = [find(f"{card}/rotary.csv", shape=shape, direction=direction, provider=p) for p in names.values()]
-            yield of_shape(shape), direction, *map(us, found)
+def dense_shapes() -> dict[str, None]:
+    return dict.fromkeys(row["shape"] for row in rows_of("H200/mlp.csv") if row["direction"] != "host")
 
 
-def distillation_rows(card: str) -> Table:
-    providers = {
-        "quackish": "quackish", "`reduction=\"none\"`": "quackish-per-row", "TRL": "trl", "Liger": "liger",
-        "PyTorch, compiled": "torch-compile",
-    }  # fmt: skip
-    yield (
-        "tokens, H of student and teacher, V",
-        "beta",
-        "the four matmuls: ms",
-        *(f"{title}: {unit}" for title in providers for unit in ("ms", "GB")),
-    )
-    where = dict(direction="forward+backward")
-    cells = [
-        (row["shape"], row["data"]) for row in rows_of(f"{card}/linear_divergence.csv") if row["direction"] != "host"
-    ]
+def dense_rows() -> Table:
+    names = {**DENSE_PROVIDERS, "matmuls": "six-gemms"}
+    yield "tokens, H, I", *(f"{card}: {title}" for card in CARDS for title in names)
+    for shape in dense_shapes():
+        found = (find(f"{card}/mlp.csv", shape=shape, provider=p) for card in CARDS for p in names.values())
+        yield of_shape(shape), *map(ms, found)
+
+
+def dense_memory_rows() -> Table:
+    yield "tokens, H, I", *DENSE_PROVIDERS
+    for shape in dense_shapes():
+        found = (find("H200/mlp.csv", shape=shape, provider=name) for name in DENSE_PROVIDERS.values())
+        yield of_shape(shape), *map(gb, found)
+
+
+def rotary_rows() -> Table:
+    names = {"quackish": "quackish", "a copy": "mul", "Liger": "liger", "PyTorch, compiled": "torch-compile"}
+    yield "batch, heads of q and k, length, D", *(f"{card}: {title}" for card in CARDS for title in names)
+    for shape in ("8x32x8x2048x64", "4x32x8x4096x128"):
+        where = dict(shape=shape, direction="forward")
+        found = (find(f"{card}/rotary.csv", provider=p, **where) for card in CARDS for p in names.values())
+        yield of_shape(shape), *map(us, found)
+
+
+def distillation_rows(card: str, units: dict[str, Callable[[Row | None], str]]) -> Table:
+    providers = {"quackish": "quackish", "TRL": "trl", "Liger": "liger", "PyTorch": "torch-compile"}
+    titles = (f"{title}: {unit}" for title in providers for unit in units)
+    yield "tokens, H of student and teacher, V", "beta", "four matmuls: ms", *titles
+    file, where = f"{card}/linear_divergence.csv", dict(direction="forward+backward")
+    cells = [(row["shape"], row["data"]) for row in rows_of(file) if row["direction"] != "host"]
     for shape, data in dict.fromkeys(cells):
-        rows = [
-            find(f"{card}/linear_divergence.csv", shape=shape, data=data, provider=p, **where)
-            for p in providers.values()
-        ]
-        roof = find(f"{card}/linear_divergence.csv", shape=shape, data=data, provider="four-gemms", **where)
+        roof, *rows = (
+            find(file, shape=shape, data=data, provider=name, **where) for name in ("four-gemms", *providers.values())
+        )
         if rows[0] is None:  # a run that was interrupted
             continue
-        yield of_shape(shape), data.removeprefix("beta="), ms(roof), *(c for row in rows for c in (ms(row), gb(row)))
+        yield of_shape(shape), data.removeprefix("beta="), ms(roof), *(c(row) for row in rows for c in units.values())
 
 
 def portable_rows() -> Table:
@@ -507,10 +413,11 @@ def olmoe_rows() -> Table:
 
 
 def trl_rows() -> Table:
-    titles = ("loss", "provider", "ms", "time / TRL's", "peak GB")
-    yield titles
-    for row in rows_of("H200/trl_step.md"):
-        yield [row[title] for title in titles]
+    providers = ("TRL", "apply()", "apply() and norms")
+    yield "loss", *(f"{name}: {unit}" for name in providers for unit in ("ms", "GB")), "time / TRL's"
+    for loss in ("SFT", "DPO", "GRPO"):
+        rows = [find("H200/trl_step.md", loss=loss, provider=name) for name in providers]
+        yield loss, *(row[column] for row in rows for column in ("ms", "peak GB")), rows[-1]["time / TRL's"]
 
 
 def first_call_rows() -> Table:
@@ -523,32 +430,29 @@ def first_call_rows() -> Table:
 TABLES: dict[str, page_tables.Tables] = {
     "faq.md": {"first calls": first_call_rows},
     "guides/portable_path.md": {"portable": portable_rows},
-    "measurements/index.md": {"runs": run_rows, "misses": miss_rows},
+    "measurements/index.md": {"misses": miss_rows},
     "measurements/rms_norm.md": {
         "h200": functools.partial(norm_rows, "H200"), "h100": functools.partial(norm_rows, "H100"),
         "host": norm_host_rows,
     },
     "measurements/linear_cross_entropy.md": {
         "h200": functools.partial(loss_rows, "H200"), "h100": functools.partial(loss_rows, "H100"),
-        "memory": loss_memory_rows, "schedules": schedule_rows, "steady": steady_rows, "tokens": token_rows,
-        "statistics": statistic_rows, "few classes": few_classes_rows, "ignored": ignored_rows, "fp32": fp32_rows,
+        "memory": loss_memory_rows, "schedules": schedule_rows, "tokens": token_rows,
+        "few classes": few_classes_rows, "ignored": ignored_rows,
         "torch 2.15": torch_kernel_rows, "host": loss_host_rows, "errors": error_rows,
     },
     "measurements/grouped_mlp.md": {
-        "h200": functools.partial(mlp_rows, mlp_h200_times), "h100": functools.partial(mlp_rows, mlp_h100_times),
-        "targets": mlp_target_rows, "memory": mlp_memory_rows, "experts": expert_rows,
-        "expert memory": expert_memory_rows,
+        "times": mlp_rows, "memory": mlp_memory_rows, "experts": expert_rows,
     },
     "measurements/attention.md": {"times": attention_rows, "masks": attention_mask_rows},
     "measurements/parallel.md": {"times": sharded_rows},
-    "measurements/decoder.md": {
-        f"{name} {card}": functools.partial(rows, card)
-        for name, rows in (("mlp", dense_rows), ("rotary", rotary_rows)) for card in CARDS
+    "measurements/decoder.md": {"mlp": dense_rows, "mlp memory": dense_memory_rows, "rotary": rotary_rows},
+    "measurements/distillation.md": {
+        "H200": functools.partial(distillation_rows, "H200", {"ms": ms, "GB": gb}),
+        "H100": functools.partial(distillation_rows, "H100", {"ms": ms}),
     },
-    "measurements/distillation.md": {card: functools.partial(distillation_rows, card) for card in CARDS},
     "measurements/training_steps.md": {
-        **{f"eager {card}": functools.partial(step_rows, card, "no") for card in CARDS},
-        **{f"compiled {card}": functools.partial(step_rows, card, "layers") for card in CARDS},
+        "eager": functools.partial(step_rows, "no"), "compiled": functools.partial(step_rows, "layers"),
         "olmoe": olmoe_rows, "trl": trl_rows,
     },
 }  # fmt: skip
