@@ -244,6 +244,11 @@ def test_targets_of_norms():
     for us, word in ((102.0, "PASS"), (102.1, "FAIL")):
         verdicts = of_norms(norms({4096: {"quackish": us, "quack": 100.0}}, "forward"))
         assert verdicts["forward at most 2 % over QuACK"].startswith(word)
+    # larger N count apart
+    large = Cell("rms_norm", (4096, 16_384), "bfloat16", "backward")
+    slow = {"status": "ok"} | time_columns(Times(120.0, 120.0, 120.0), Times(100.0, 100.0, 100.0))
+    verdicts = rms_norm.verdicts(results_of({large: {"quackish": slow, ROOFS["backward"]: slow | {"median_ms": 0.1}}}))
+    assert [(word, text[:27]) for word, text in verdicts] == [("FAIL", "bfloat16, N over 8192: back")]
     text = norms({4096: {"quackish": 100.0, "quackish (again)": 103.0}}).noise()
     assert "3.0% (median), 3.0% (maximum)" in text
 

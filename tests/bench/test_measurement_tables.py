@@ -61,6 +61,14 @@ def test_later_rows_replace_earlier_ones_and_failures_do_not(tables, tmp_path, m
     assert tables.ms(None) == ""
 
 
+def test_misses_of_a_page_are_one_row(tables, tmp_path, monkeypatch):
+    lines = ["- FAIL: a: 3, target 2; missed also in 2.5 at 8", "- PASS: b: 1, target 2", "- FAIL: c", "no - FAIL: d"]
+    (tmp_path / "some.md").write_text("\n".join(lines), encoding="utf-8")
+    (tmp_path / "other.md").write_text(lines[1], encoding="utf-8")
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert list(tables.miss_rows())[1:] == [("[some.md](../../benchmarks/results/some.md)", "a: 3, target 2<br>c")]
+
+
 @pytest.mark.parametrize("x, text", [(0.0894, "0.0894"), (4.585, "4.58"), (74.031, "74.0"), (1252.76, "1253")])
 def test_three_digits(tables, x, text):
     assert tables.significant(x) == text
