@@ -20,6 +20,8 @@ from quackish.ops.mlp.kernels.activations import activate_backward, activate_gat
 from quackish.ops.mlp.kernels.epilogue_grouped_backward import LoadedStaging
 from quackish.ops.mlp.kernels.preactivation import DownBackwardMatrices, UpMatrices
 
+HALF = SLICE // 2  # columns of z that DownBackward loads at a time; with SLICE, "geglu" and "geglu_erf" spill registers
+
 
 class DownSm100(GroupEpilogue):
     """Stores D, for Down plus a bias and a residual."""
@@ -186,19 +188,22 @@ class DownBackwardSm100(DownBackwardMatrices, DownSm100):
                 self.fill(dact, block)
                 act = cute.make_rmem_tensor((SLICE,), Float32)
                 rows = [output.row(staging.buffers, buffer, i, thread) for buffer in buffers[1:]]
-                z = [cute.make_rmem_tensor((SLICE,), output.dtype) for _ in rows]
-                for part in cutlass.range_constexpr(self.num_parts):
-                    cute.autovec_copy(rows[part], z[part])
-                for v in cutlass.range_constexpr(SLICE):
-                    if const_expr(v == SLICE // 2):
-                        cute.arch.sync_warp()  # keeps the halves' arithmetic apart: "geglu_erf" spilled registers
-                    scaled = dact[v] * scale if const_expr(p.scaled) else dact[v]
-                    act[v] = activate_backward(scaled, z, v, p.activation)
-                    if const_expr(p.scaled):
-                        total = total + dact[v] * act[v]
-                        act[v] = act[v] * scale
-                for part in cutlass.range_constexpr(self.num_parts):  # dz, in place of z
-                    cute.autovec_copy(z[part], rows[part])
+                for half in cutlass.range_constexpr(2):
+                    halves = [cute.local_tile(row, (HALF,), (half,)) for row in rows]
+                    z = [cute.make_rmem_tensor((HALF,), output.dtype) for _ in rows]
+                    for part in cutlass.range_constexpr(self.num_parts):
+                        cute.autovec_copy(halves[part], z[part])
+                    for v in cutlass.range_constexpr(HALF):
+                        column = half * HALF + v
+                        x = dact[column]
+                        scaled = x * scale if const_expr(p.scaled) else x
+                        a = activate_backward(scaled, z, v, p.activation)
+                        if const_expr(p.scaled):
+                            total = total + x * a
+                            a = a * scale
+                        act[column] = a
+                    for part in cutlass.range_constexpr(self.num_parts):  # dz, in place of z
+                        cute.autovec_copy(z[part], halves[part])
                 acts.append(act)
             if const_expr(p.scaled):
                 self.store_sum(total, args.dscales_parts, block, block.col0 + piece * DSCALES_COLUMNS)
