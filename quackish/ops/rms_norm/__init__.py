@@ -2,7 +2,8 @@
 
 api.py        the public functions and the module
 checks.py     checks of the arguments
-reference.py  the same math in PyTorch: the specification, and the portable path
+reference.py  the same math in PyTorch: the specification
+portable.py   what runs without a kernel: PyTorch's fused kernels on a GPU, else the reference
 problems.py   what the kernels compute, how they are configured, and their descriptions
 kernels/      device code
 plans.py      what depends on shapes and options only, computed once per kind of call; the launches

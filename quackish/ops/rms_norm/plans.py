@@ -1,7 +1,7 @@
 """Plans of RMSNorm calls: what depends only on shapes, strides, dtypes and options, computed once.
 
 These are the key of the plan cache, so a cached plan implies valid arguments, and a call checks only the pointers.
-If no kernel covers a call, its plan runs the reference.
+If no kernel covers a call, its plan runs portable.py, with backend "reference" reference.py.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from quackish.device import choose, cuda
 from quackish.device.kernel_device import KernelDevice, device_of, report_portable
 from quackish.device.modes import are_plain, check_memory
 from quackish.errors import UnsupportedError
-from quackish.ops.rms_norm import reference
+from quackish.ops.rms_norm import portable, reference
 from quackish.ops.rms_norm.checks import check_backward, check_forward, names
 from quackish.ops.rms_norm.problems import (
     ITEMSIZE,
@@ -76,6 +76,7 @@ class NormPlan:
             self.empty, self.stream, self.take_workspace = self.device.empty, self.device.stream, self.device.workspace
         self._call = (m, x.device, self.device, backend, rstd_dtype)
         self.kernel = find_kernel(problem, *self._call)
+        self.steps = reference if backend == "reference" else portable  # without a kernel
 
     @functools.cached_property
     def unaligned(self) -> "PlannedLaunch | None":
@@ -161,7 +162,7 @@ class ForwardPlan(NormPlan):
 
     def run_portable(self, x, weight, bias, residual) -> tuple[Tensor, Tensor | None, Tensor]:
         options = self.eps, self.weight_offset, self.res_dtype, self.out_dtype
-        y, res, rstd = reference.rms_norm_fwd(x, weight, bias, residual, *options)
+        y, res, rstd = self.steps.rms_norm_fwd(x, weight, bias, residual, *options)
         return y.contiguous(), None if res is None else res.contiguous(), rstd
 
 
@@ -273,7 +274,7 @@ class BackwardPlan(NormPlan):
         dtypes = list(self.dtypes)
         if self.kernel_adds:
             dtypes[2] = rstd.dtype
-        grads = reference.rms_norm_bwd(dy, x, weight, rstd, dres, self.weight_offset, *dtypes)
+        grads = self.steps.rms_norm_bwd(dy, x, weight, rstd, dres, self.weight_offset, *dtypes)
         dx, dresidual, dweight, dbias = (None if grad is None else grad.contiguous() for grad in grads)
         return dx, dresidual, add_to(dweight_out, dweight), dbias
 
