@@ -565,7 +565,7 @@ def grouped_gemm(p, a):
         bs += [weights(a, a.second, a.n)] if p.b_in_two else []
         if is_up:
             A = memory(a.a, dtype, (a.rows, a.k))
-            acc = torch.cat([groups.rows_times(A, b) for b in bs], 1)
+            acc = groups.rows_times(A, *bs)
         else:
             parts = memory(a.a, dtype, (a.rows, a.k * len(bs))).chunk(len(bs), 1)
             acc = sum(groups.rows_times(part, b) for part, b in zip(parts, bs, strict=True))
@@ -590,8 +590,8 @@ def grouped_gemm(p, a):
             if o.scaled:
                 parts = [part.sum(1) for part in (acc * f).split(mlp.DSCALES_COLUMNS, 1)]
                 memory(e.dscales_parts, FP32, (len(parts), a.rows)).copy_(torch.stack(parts))
-            dz = reference.activation_gradient(acc * scales if o.scaled else acc, z, o.activation)
-            memory(a.d, out, (a.rows, width)).copy_(dz)
+            df, dz = acc * scales if o.scaled else acc, memory(a.d, out, (a.rows, width))
+            reference.activation_gradient(df, reference.derivatives(z, o.activation), dz)
             memory(e.act, dtype, (a.rows, a.n)).copy_(f * scales if o.scaled else f)
 
     return rows(a) if p.along == "m" else sums(a)

@@ -83,6 +83,18 @@ def test_against_a_loop_over_experts_in_fp64(where, biases, scales, activation, 
             assert same_bits(recomputed, got[name]), name
 
 
+@pytest.mark.parametrize("activation", ["reglu", "relu2", "clamped_swiglu"])
+def test_chunks_of_rows_change_nothing(activation, monkeypatch):
+    """On a GPU, elementwise operations run on some rows at a time. Backward writes over the preactivation."""
+    monkeypatch.setattr(torch, "sigmoid", torch.relu)  # torch's sigmoid on a CPU depends on where an element is
+    for split in (False, True):
+        case, dy = make(activation=activation, split=split and activation in reference.GATED, dtype=BF16)
+        want = step(grouped_mlp, case, dy)
+        with monkeypatch.context() as patch:
+            patch.setattr(reference, "chunks_of", lambda t: [slice(i, i + 5) for i in range(0, len(t), 5)])
+            assert_same(step(grouped_mlp, case, dy), want)
+
+
 @on_every_path_and_emulator
 def test_no_gradient_at_the_limits_of_clamped_swiglu(where):
     """Preactivations that are exactly -7 or 7: gate has no gradient at 7, up at neither."""

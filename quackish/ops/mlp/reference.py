@@ -41,6 +41,8 @@ from quackish.ops.shared.matmul import accumulate_dtype, mm, operand_dtype
 GATED = ("swiglu", "clamped_swiglu", "geglu", "geglu_erf", "reglu")
 ACTIVATIONS = (*GATED, "silu", "relu2", "gelu_tanh", "gelu_erf")
 LIMIT, ALPHA = 7.0, 1.702  # of "clamped_swiglu"
+_K = math.sqrt(2 / math.pi)  # of GELU's tanh approximation
+_CHUNK = 2**22  # elements: 16 MB in fp32, of an A100's 40 MB. Not measured.
 
 
 class Needs(NamedTuple):
@@ -66,17 +68,19 @@ def up(
 ) -> tuple[Tensor | None, Tensor]:
     """(z or None, act): (R, 2I) or (R, I), and (R, I), in x's dtype."""
     groups = groups_of(offs, x.shape[0])
-    z = groups.rows_times(x, w1)
-    if w3 is not None:
-        z = torch.cat([z, groups.rows_times(x, w3)], 1)
-    if b1 is not None:
-        z = z + groups.per_row(b1.to(z.dtype))
-    if x.dtype is torch.float16:
-        z = overflow_as_fp16(z)
-    act = activate(z, activation)
-    if scales is not None:
-        act = act * scales.to(z.dtype)[:, None]
-    return groups.defined(z).to(x.dtype) if keep_preactivation else None, groups.defined(act).to(x.dtype)
+    z = groups.rows_times(x, w1) if w3 is None else groups.rows_times(x, w1, w3)
+    preactivation = x.new_empty(z.shape) if keep_preactivation else None
+    act = x.new_empty((z.shape[0], z.shape[1] // 2 if activation in GATED else z.shape[1]))
+    for rows in chunks_of(act):
+        part = z[rows]
+        if b1 is not None:
+            part = part.add_(groups.per_row(b1.to(z.dtype), rows))
+        if x.dtype is torch.float16:
+            part = overflow_as_fp16(part)
+        if preactivation is not None:
+            preactivation[rows] = part
+        _multiply(act[rows], activate(part, activation), None if scales is None else scales[rows, None].to(z.dtype))
+    return None if preactivation is None else groups.defined(preactivation), groups.defined(act)
 
 
 def down(
@@ -90,10 +94,10 @@ def down(
     groups = groups_of(offs, act.shape[0])
     y = groups.rows_times(act, w2)
     if b2 is not None:
-        y = y + groups.per_row(b2.to(y.dtype))
+        y.add_(groups.per_row(b2.to(y.dtype)))
     if residual is not None:
-        y = y + residual.to(y.dtype)
-    return groups.defined(y).to(act.dtype)
+        y.add_(residual)
+    return groups.defined(y.to(act.dtype))
 
 
 def down_backward(
@@ -107,19 +111,26 @@ def down_backward(
     overwrite: bool = False,  # allows dz to take preactivation's memory
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(dz, act, dscales), None if not needed. dz and act are in preactivation's dtype, dscales in scales' dtype."""
-    dz = act = dscales = None
+    dz = act = dscales = dact = None
     dtype, groups = accumulate_dtype(preactivation.dtype), groups_of(offs, dy.shape[0])
-    z, s = preactivation.to(dtype), None if scales is None else scales.to(dtype)[:, None]
-    f = activate(z, activation)
     if needs.act:
-        act = groups.defined(f if s is None else f * s).to(preactivation.dtype)
+        act = preactivation.new_empty((dy.shape[0], w2.shape[-1]))
+    if needs.dpreactivation:
+        dz = preactivation if overwrite else torch.empty_like(preactivation)
+    if needs.dscales:
+        dscales = scales.new_empty(scales.shape)
     if needs.dpreactivation or needs.dscales:
         dact = groups.rows_times(dy, w2.mT)
-        if needs.dscales:
-            dscales = groups.defined((dact * f).sum(1)).to(scales.dtype)
-        if needs.dpreactivation:
-            dz = activation_gradient(dact if s is None else dact * s, z, activation)
-            dz = groups.defined(dz).to(preactivation.dtype)
+    for rows in chunks_of(dact if act is None else act):
+        z, s = preactivation[rows], None if scales is None else scales[rows, None].to(dtype)
+        at = derivatives(z, activation)
+        if act is not None:
+            _multiply(act[rows], at.value, at.factor, s)
+        if dscales is not None:
+            dscales[rows] = _product(dact[rows], _product(at.value, at.factor)).sum(1)
+        if dz is not None:
+            activation_gradient(_product(dact[rows], s), at, dz[rows])
+    dz, act, dscales = (None if t is None else groups.defined(t) for t in (dz, act, dscales))
     return dz, act, dscales
 
 
@@ -135,8 +146,8 @@ def rows_gradient(
         dx = groups.rows_times(dpreactivation, w1.mT)
     else:
         dgate, dup = dpreactivation.chunk(2, 1)
-        dx = groups.rows_times(dgate, w1.mT) + groups.rows_times(dup, w3.mT)
-    return groups.defined(dx).to(dpreactivation.dtype)
+        dx = groups.rows_times(dgate, w1.mT).add_(groups.rows_times(dup, w3.mT))
+    return groups.defined(dx.to(dpreactivation.dtype))
 
 
 def weight_gradient(
@@ -173,60 +184,128 @@ def overflow_as_fp16(z: Tensor) -> Tensor:
     return torch.where(rounded.isinf(), rounded.to(z.dtype), z)
 
 
+class Derivatives(NamedTuple):
+    """f = value * factor, and the derivatives of both. factor and factor_slope are None where they are 1."""
+
+    value: Tensor
+    slope: Tensor
+    factor: Tensor | None
+    factor_slope: Tensor | None
+
+
 def activate(z: Tensor, activation: str) -> Tensor:
     """f(z), (R, I)."""
-    if activation not in GATED:
-        return _value_and_slope(z, activation)[0]
-    gate, up = z.chunk(2, 1)
-    return _value_and_slope(gate, activation)[0] * _factor_of(up, activation)
+    gate, up = _gate_and_up(z, activation)
+    return _product(_value(gate, _shared(gate, activation), activation), _factor(up, activation))
 
 
-def activation_gradient(df: Tensor, z: Tensor, activation: str) -> Tensor:
-    """The gradient of z, of its shape."""
-    if activation not in GATED:
-        return df * _value_and_slope(z, activation)[1]
-    gate, up = z.chunk(2, 1)
-    value, slope = _value_and_slope(gate, activation)
-    dup = df * value
-    if activation == "clamped_swiglu":
-        dup = dup * ~(up.abs() >= LIMIT)
-    return torch.cat([df * _factor_of(up, activation) * slope, dup], 1)
+def derivatives(z: Tensor, activation: str) -> Derivatives:
+    """z may have 16 bits."""
+    gate, up = _gate_and_up(z, activation)
+    gate = gate.to(accumulate_dtype(z.dtype))
+    shared = _shared(gate, activation)
+    factor_slope = ~(up.abs() >= LIMIT) if activation == "clamped_swiglu" and up is not None else None
+    value, slope = _value(gate, shared, activation), _slope(gate, shared, activation)
+    return Derivatives(value, slope, _factor(up, activation), factor_slope)
 
 
-def _factor_of(up: Tensor, activation: str) -> Tensor:
-    if activation != "clamped_swiglu":
+def activation_gradient(df: Tensor, at: Derivatives, out: Tensor) -> None:
+    """Writes the gradient of z to `out`, which may be z."""
+    if at.factor is None:
+        _multiply(out, df, at.slope)
+        return
+    dgate, dup = out.chunk(2, 1)
+    _multiply(dgate, df, at.factor, at.slope)
+    _multiply(dup, df, at.value, at.factor_slope)
+
+
+def _gate_and_up(z: Tensor, activation: str) -> tuple[Tensor, Tensor | None]:
+    gate, up = z.chunk(2, 1) if activation in GATED else (z, None)
+    return gate, up
+
+
+def _factor(up: Tensor | None, activation: str) -> Tensor | None:
+    if up is None or activation != "clamped_swiglu":
         return up
-    return torch.where(up.abs() >= LIMIT, up.sign() * LIMIT, up) + 1
+    up = up.to(accumulate_dtype(up.dtype))
+    return torch.where(up.abs() >= LIMIT, up.sign() * LIMIT, up).add_(1)
 
 
-def _value_and_slope(gate: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """value(gate) and its derivative; NaN where gate is NaN."""
-    if activation == "relu2":
-        positive = gate.relu()
-        return positive.square(), 2 * positive
-    if activation == "reglu":
-        positive = gate.relu()
-        return positive, torch.where(gate > 0, 1.0, positive)
+def _clamped(gate: Tensor, activation: str) -> Tensor:
+    return torch.where(gate >= LIMIT, LIMIT, gate) if activation == "clamped_swiglu" else gate
+
+
+def _shared(gate: Tensor, activation: str) -> Tensor:
+    """What both `_value` and `_slope` need: max(gate, 0), GELU's distribution function or tanh, or the sigmoid."""
+    if activation in ("relu2", "reglu"):
+        return gate.relu()
     if activation in ("geglu_erf", "gelu_erf"):
-        cdf = 0.5 * torch.erfc(gate * -math.sqrt(0.5))  # 0.5 * (1 + erf) cancels far below 0
-        density = torch.exp(-0.5 * gate.square()) / math.sqrt(2 * math.pi)
-        return gate * cdf, cdf + gate * density
+        return 0.5 * torch.erfc(gate * -math.sqrt(0.5))  # 0.5 * (1 + erf) cancels far below 0
     if activation in ("geglu", "gelu_tanh"):
-        k = math.sqrt(2 / math.pi)
-        square = gate.square()
-        t = torch.tanh(k * gate * (1 + 0.044715 * square))
-        slope = 0.5 * (1 + t) + 0.5 * gate * (1 - t.square()) * k * (1 + 3 * 0.044715 * square)
-        return 0.5 * gate * (1 + t), slope
-    alpha = ALPHA if activation == "clamped_swiglu" else 1.0
-    c = torch.where(gate >= LIMIT, LIMIT, gate) if activation == "clamped_swiglu" else gate
-    s = torch.sigmoid(alpha * c)
-    slope = s * (1 + alpha * c * (1 - s))
-    if activation == "clamped_swiglu":
-        slope = slope * ~(gate >= LIMIT)
-    return c * s, slope
+        return torch.tanh(_K * gate * (1 + 0.044715 * gate.square()))
+    return torch.sigmoid(ALPHA * _clamped(gate, activation) if activation == "clamped_swiglu" else gate)
+
+
+def _value(gate: Tensor, shared: Tensor, activation: str) -> Tensor:
+    """value(gate); NaN where gate is NaN."""
+    if activation == "relu2":
+        return shared.square()
+    if activation == "reglu":
+        return shared
+    if activation in ("geglu", "gelu_tanh"):
+        return 0.5 * gate * (1 + shared)
+    return _clamped(gate, activation) * shared
+
+
+def _slope(gate: Tensor, shared: Tensor, activation: str) -> Tensor:
+    """The derivative of value(gate); NaN where gate is NaN."""
+    if activation == "relu2":
+        return 2 * shared
+    if activation == "reglu":
+        return torch.where(gate > 0, 1.0, shared)
+    if activation in ("geglu_erf", "gelu_erf"):
+        density = torch.exp(-0.5 * gate.square()) / math.sqrt(2 * math.pi)
+        return shared + gate * density
+    if activation in ("geglu", "gelu_tanh"):
+        inner = 1 + 3 * 0.044715 * gate.square()
+        return 0.5 * (1 + shared) + 0.5 * gate * (1 - shared.square()) * _K * inner
+    clamps = activation == "clamped_swiglu"
+    c = ALPHA * _clamped(gate, activation) if clamps else gate
+    slope = (1 - shared).mul_(c).add_(1).mul_(shared)
+    return slope * ~(gate >= LIMIT) if clamps else slope
+
+
+# Elementwise operations on a GPU --------------------------------------------------------------------------------------
+
+
+def chunks_of(t: Tensor) -> list[slice]:
+    """Slices of the rows of t, whose fp32 numbers stay in a GPU's L2 cache from one operation to the next."""
+    num_rows, columns = t.shape
+    size = max(1, num_rows if t.device.type == "cpu" else _CHUNK // columns)
+    return [slice(start, start + size) for start in range(0, num_rows, size)]
+
+
+def _product(*factors: Tensor | None) -> Tensor:
+    """The factors' product from left to right. None is 1."""
+    first, *others = (t for t in factors if t is not None)
+    for t in others:
+        first = first * t
+    return first
+
+
+def _multiply(out: Tensor, *factors: Tensor | None) -> None:
+    """out = the factors' product from left to right, rounded once."""
+    *others, last = (t for t in factors if t is not None)
+    if others:
+        torch.mul(_product(*others), last, out=out)
+    else:
+        out.copy_(last)
 
 
 # Groups of rows, without a synchronization on a GPU -------------------------------------------------------------------
+
+
+ALL = slice(None)
 
 
 class Groups:
@@ -267,22 +346,24 @@ class Groups:
         self.read = slots.masked_fill(is_free, max(num_rows - 1, 0)).unbind()
 
     def defined(self, t: Tensor) -> Tensor:
-        """t (R, ...) with 0 in rows of no group; all NaN if the offsets are illegal."""
-        return torch.where(self.is_live.view(-1, *[1] * (t.dim() - 1)), t, self.fill.to(t.dtype))
+        """t (R, ...), in place with 0 in rows of no group, and all NaN if the offsets are illegal."""
+        return torch.where(self.is_live.view(-1, *[1] * (t.dim() - 1)), t, self.fill.to(t.dtype), out=t)
 
-    def per_row(self, b: Tensor) -> Tensor:
-        """(R, n): b (E, n) of each row's group."""
-        return b.index_select(0, self.of_row)
+    def per_row(self, b: Tensor, rows: slice = ALL) -> Tensor:
+        """(R, n): b (E, n) of each row's group, for some rows."""
+        return b.index_select(0, self.of_row[rows])
 
-    def rows_times(self, a: Tensor, w: Tensor) -> Tensor:
-        """a @ w[g].T of a (R, k) and w (E, n, k), in fp32 (fp64). Rows of no group are arbitrary."""
+    def rows_times(self, a: Tensor, *weights: Tensor) -> Tensor:
+        """a @ w[g].T of a (R, k) and each w (E, n, k), side by side in fp32 (fp64). Rows of no group are arbitrary."""
         dtype, wide = operand_dtype(a.dtype, a.device.type), accumulate_dtype(a.dtype)
-        out = a.new_zeros((a.shape[0] + 1, w.shape[1]), dtype=wide)
-        product = a.new_empty((self.block_rows, w.shape[1]), dtype=wide)
+        sizes = [w.shape[1] for w in weights]
+        out = a.new_zeros((a.shape[0] + 1, sum(sizes)), dtype=wide)
         for group, read, written in zip(self.of_blocks, self.read, self.written, strict=True):
-            weight = w.index_select(0, group)[0].to(dtype)
-            mm(a.index_select(0, read).to(dtype), weight.t(), product)
-            out.index_copy_(0, written, product)
+            rows = a.index_select(0, read).to(dtype)
+            for w, columns in zip(weights, out.split(sizes, 1), strict=True):
+                product = out.new_empty((self.block_rows, w.shape[1]))
+                mm(rows, w.index_select(0, group)[0].to(dtype).t(), product)
+                columns.index_copy_(0, written, product)
         return out[:-1]
 
     def sum_of_products(self, a: Tensor, b: Tensor) -> Tensor:
@@ -303,16 +384,17 @@ class Groups:
 class OneGroup:
     """All rows in one group: the methods of `Groups` that steps call. PyTorch's own matmuls."""
 
-    def per_row(self, b: Tensor) -> Tensor:
+    def per_row(self, b: Tensor, rows: slice = ALL) -> Tensor:
         return b
 
     def defined(self, t: Tensor) -> Tensor:
         return t
 
-    def rows_times(self, a: Tensor, w: Tensor) -> Tensor:
-        dtype = operand_dtype(a.dtype, a.device.type)
-        out = a.new_empty((a.shape[0], w.shape[0]), dtype=accumulate_dtype(a.dtype))
-        mm(a.to(dtype), w.to(dtype).t(), out)
+    def rows_times(self, a: Tensor, *weights: Tensor) -> Tensor:
+        dtype, sizes = operand_dtype(a.dtype, a.device.type), [w.shape[0] for w in weights]
+        out = a.new_empty((a.shape[0], sum(sizes)), dtype=accumulate_dtype(a.dtype))
+        for w, columns in zip(weights, out.split(sizes, 1), strict=True):
+            mm(a.to(dtype), w.to(dtype).t(), columns)
         return out
 
     def sum_of_products(self, a: Tensor, b: Tensor) -> Tensor:
