@@ -34,8 +34,9 @@ PATHS = [
     *(pytest.param(name, marks=pytest.mark.gpu) for name in ("portable-cuda", "kernels-cuda")),
 ]
 IN_EMULATOR = [pytest.param(f"kernels-{name}", marks=pytest.mark.exhaustive) for name in HOPPER + BLACKWELL]
-on_every_path = pytest.mark.parametrize("where", PATHS, indirect=True)
-on_every_path_and_emulator = pytest.mark.parametrize("where", PATHS + IN_EMULATOR[:1], indirect=True)
+# "blocks" is the portable path on a CPU as on a GPU: in batches of blocks, without sizes of groups.
+on_every_path = pytest.mark.parametrize("where", ["blocks-cpu", *PATHS], indirect=True)
+on_every_path_and_emulator = pytest.mark.parametrize("where", ["blocks-cpu", *PATHS, IN_EMULATOR[0]], indirect=True)
 
 
 class Where(NamedTuple):

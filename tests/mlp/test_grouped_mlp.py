@@ -47,8 +47,8 @@ def paths_and_options():
     """
     for biases, scales in itertools.product([False, True], repeat=2):
         for kind in KINDS:
-            for path in map(pytest.param, PATHS[:2]):
-                yield pytest.param(*path.values, biases, scales, *kind)
+            for path in (*PATHS[:2], *["blocks-cpu"] * (biases and scales)):
+                yield pytest.param(path, biases, scales, *kind)
             for path in PATHS[2:]:
                 yield pytest.param(*path.values, biases, scales, *kind, marks=path.marks)
     late, at_once, on_b200, on_b300 = IN_EMULATOR
@@ -81,18 +81,6 @@ def test_against_a_loop_over_experts_in_fp64(where, biases, scales, activation, 
                 assert ours.norm <= min(1.02 * bound, 0.5 * torch.finfo(dtype).eps), (name, ours, bound)
         for name, recomputed in where.run(case, dy, recompute=True).items() if in_full else ():
             assert same_bits(recomputed, got[name]), name
-
-
-@pytest.mark.parametrize("activation", ["reglu", "relu2", "clamped_swiglu"])
-def test_chunks_of_rows_change_nothing(activation, monkeypatch):
-    """On a GPU, elementwise operations run on some rows at a time. Backward writes over the preactivation."""
-    monkeypatch.setattr(torch, "sigmoid", torch.relu)  # torch's sigmoid on a CPU depends on where an element is
-    for split in (False, True):
-        case, dy = make(activation=activation, split=split and activation in reference.GATED, dtype=BF16)
-        want = step(grouped_mlp, case, dy)
-        with monkeypatch.context() as patch:
-            patch.setattr(reference, "chunks_of", lambda t: [slice(i, i + 5) for i in range(0, len(t), 5)])
-            assert_same(step(grouped_mlp, case, dy), want)
 
 
 @on_every_path_and_emulator
@@ -160,6 +148,21 @@ def test_small_and_empty_shapes(where):
         for name, truth in want.items():
             truth = torch.zeros_like(case[name], dtype=FP64) if truth is None else truth
             assert error(got[name], truth).norm <= 0.02, (name, sizes)
+
+
+@pytest.mark.parametrize("where", ["blocks-cpu", PATHS[2]], indirect=True)
+@pytest.mark.parametrize(
+    "sizes, tail",
+    [((0, 0, 448, 0, 0, 0, 1, 0, 0), 7), ((0, 1, 0, 0, 2, 0, 0, 0, 0), 1), ((128, 1, 127, 0, 129, 0, 0, 0, 64), 0)],
+)
+def test_groups_of_several_blocks_and_of_none(sizes, tail, where, monkeypatch):
+    case, dy = make(sizes, tail=tail, split=True, device=where.device)
+    want = step(experts, in_fp64(case), dy)
+    for name, got in where.run(case, dy).items():
+        assert error(got, want[name]).within(1e-14, 1e-9), name
+    monkeypatch.setattr(operators, "check_offs", lambda *args: None)  # as on a GPU
+    case["offs"][-1] = len(dy) + 1
+    assert all(t.isnan().all() for t in where.run(case, dy).values())
 
 
 @on_every_path
@@ -412,7 +415,7 @@ def test_illegal_offsets_make_all_results_nan(kind, where, monkeypatch):
     assert out.isnan().all()
 
 
-@on_every_path
+@pytest.mark.parametrize("where", [path for path in PATHS if "portable-cuda" not in str(path)], indirect=True)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_row_does_not_depend_on_other_rows(seed, where):
     # relu2: of transcendental functions, torch's own bits on a CPU depend on where an element is

@@ -15,10 +15,11 @@ def operand_dtype(dtype: torch.dtype, device_type: str) -> torch.dtype:
 
 
 def mm(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """out = a @ b, rounded only to out's dtype."""
+    """out = a @ b, of matrices or of batches of them, rounded only to out's dtype."""
+    product = torch.mm if a.dim() == 2 else torch.bmm
     if a.dtype == out.dtype:
-        torch.mm(a, b, out=out)
-    elif a.device.type == "cpu":  # torch.mm has no out_dtype there
-        torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
+        product(a, b, out=out)
+    elif a.device.type == "cpu":  # without out_dtype
+        product(a.to(out.dtype), b.to(out.dtype), out=out)
     else:
-        torch.mm(a, b, out_dtype=out.dtype, out=out)
+        product(a, b, out_dtype=out.dtype, out=out)
