@@ -87,7 +87,7 @@ def _loop(
     stats = [x.new_empty(m, dtype=d) for d in dtypes]
     grads = dx, dw, db = Grads(
         x.new_empty((m, h), dtype=dtype) if needed.dx else None,
-        x.new_zeros((v, h), dtype=dtype) if needed.dw else None,
+        (x.new_empty if m else x.new_zeros)((v, h), dtype=dtype) if needed.dw else None,  # the first chunk writes it
         x.new_zeros(v, dtype=dtype) if needed.db else None,
     )
 
@@ -118,7 +118,7 @@ def _loop(
         if dx is not None:
             mm(dlogits, w, out=dx[chunk])
         if dw is not None:
-            addmm(dlogits.t(), chunk_x, out=dw)
+            (addmm if chunk.start else mm)(dlogits.t(), chunk_x, out=dw)
 
     # Operators run under the caller's autocast, which would round the fp32 operands.
     with torch.autocast(device_type, enabled=False):
