@@ -31,10 +31,11 @@ number of rows, all results are NaN; the host never reads it.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quackish.ops.shared.matmul import accumulate_dtype, mm, operand_dtype
@@ -42,7 +43,6 @@ from quackish.ops.shared.matmul import accumulate_dtype, mm, operand_dtype
 GATED = ("swiglu", "clamped_swiglu", "geglu", "geglu_erf", "reglu")
 ACTIVATIONS = (*GATED, "silu", "relu2", "gelu_tanh", "gelu_erf")
 LIMIT, ALPHA = 7.0, 1.702  # of "clamped_swiglu"
-_K = math.sqrt(2 / math.pi)  # of GELU's tanh approximation
 _CHUNK = 2**22  # elements: 16 MB in fp32, of an A100's 40 MB. Not measured.
 _BATCH_BYTES = 2**28  # of the operands and results of one batched matrix product. Not measured.
 
@@ -190,7 +190,7 @@ class Derivatives(NamedTuple):
     """f = value * factor, and the derivatives of both. factor and factor_slope are None where they are 1."""
 
     value: Tensor
-    slope: Tensor
+    value_gradient: Callable[[Tensor], Tensor]  # d -> d * value'
     factor: Tensor | None
     factor_slope: Tensor | None
 
@@ -198,26 +198,24 @@ class Derivatives(NamedTuple):
 def activate(z: Tensor, activation: str) -> Tensor:
     """f(z), (R, I)."""
     gate, up = _gate_and_up(z, activation)
-    return _product(_value(gate, _shared(gate, activation), activation), _factor(up, activation))
+    return _product(_value_and_gradient(gate, activation)[0], _factor(up, activation))
 
 
 def derivatives(z: Tensor, activation: str) -> Derivatives:
     """z may have 16 bits."""
     gate, up = _gate_and_up(z, activation)
-    gate = gate.to(accumulate_dtype(z.dtype))
-    shared = _shared(gate, activation)
+    value, value_gradient = _value_and_gradient(gate.to(accumulate_dtype(z.dtype)), activation)
     factor_slope = ~(up.abs() >= LIMIT) if activation == "clamped_swiglu" and up is not None else None
-    value, slope = _value(gate, shared, activation), _slope(gate, shared, activation)
-    return Derivatives(value, slope, _factor(up, activation), factor_slope)
+    return Derivatives(value, value_gradient, _factor(up, activation), factor_slope)
 
 
 def activation_gradient(df: Tensor, at: Derivatives, out: Tensor) -> None:
     """Writes the gradient of z to `out`, which may be z."""
     if at.factor is None:
-        _multiply(out, df, at.slope)
+        out.copy_(at.value_gradient(df))
         return
     dgate, dup = out.chunk(2, 1)
-    _multiply(dgate, df, at.factor, at.slope)
+    dgate.copy_(at.value_gradient(df * at.factor))
     _multiply(dup, df, at.value, at.factor_slope)
 
 
@@ -233,48 +231,30 @@ def _factor(up: Tensor | None, activation: str) -> Tensor | None:
     return torch.where(up.abs() >= LIMIT, up.sign() * LIMIT, up).add_(1)
 
 
-def _clamped(gate: Tensor, activation: str) -> Tensor:
-    return torch.where(gate >= LIMIT, LIMIT, gate) if activation == "clamped_swiglu" else gate
-
-
-def _shared(gate: Tensor, activation: str) -> Tensor:
-    """What both `_value` and `_slope` need: max(gate, 0), GELU's distribution function or tanh, or the sigmoid."""
-    if activation in ("relu2", "reglu"):
-        return gate.relu()
-    if activation in ("geglu_erf", "gelu_erf"):
-        return 0.5 * torch.erfc(gate * -math.sqrt(0.5))  # 0.5 * (1 + erf) cancels far below 0
-    if activation in ("geglu", "gelu_tanh"):
-        return torch.tanh(_K * gate * (1 + 0.044715 * gate.square()))
-    return torch.sigmoid(ALPHA * _clamped(gate, activation) if activation == "clamped_swiglu" else gate)
-
-
-def _value(gate: Tensor, shared: Tensor, activation: str) -> Tensor:
-    """value(gate); NaN where gate is NaN."""
+def _value_and_gradient(gate: Tensor, activation: str) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """value(gate), and a function that multiplies by its derivative; NaN where gate is NaN."""
+    if activation in ("swiglu", "silu"):
+        return F.silu(gate), lambda d: torch.ops.aten.silu_backward(d, gate)
     if activation == "relu2":
-        return shared.square()
+        positive = gate.relu()
+        return positive.square(), lambda d: d * (2 * positive)
     if activation == "reglu":
-        return shared
-    if activation in ("geglu", "gelu_tanh"):
-        return 0.5 * gate * (1 + shared)
-    return _clamped(gate, activation) * shared
-
-
-def _slope(gate: Tensor, shared: Tensor, activation: str) -> Tensor:
-    """The derivative of value(gate); NaN where gate is NaN."""
-    if activation == "relu2":
-        return 2 * shared
-    if activation == "reglu":
-        return torch.where(gate > 0, 1.0, shared)
+        positive = gate.relu()
+        return positive, lambda d: d * torch.where(gate > 0, 1.0, positive)
     if activation in ("geglu_erf", "gelu_erf"):
-        density = torch.exp(-0.5 * gate.square()) / math.sqrt(2 * math.pi)
-        return shared + gate * density
+        cdf = 0.5 * torch.erfc(gate * -math.sqrt(0.5))  # 0.5 * (1 + erf) cancels far below 0
+        return gate * cdf, lambda d: d * (cdf + gate * (torch.exp(-0.5 * gate.square()) / math.sqrt(2 * math.pi)))
     if activation in ("geglu", "gelu_tanh"):
-        inner = 1 + 3 * 0.044715 * gate.square()
-        return 0.5 * (1 + shared) + 0.5 * gate * (1 - shared.square()) * _K * inner
-    clamps = activation == "clamped_swiglu"
-    c = ALPHA * _clamped(gate, activation) if clamps else gate
-    slope = (1 - shared).mul_(c).add_(1).mul_(shared)
-    return slope * ~(gate >= LIMIT) if clamps else slope
+        k, square = math.sqrt(2 / math.pi), gate.square()
+        t = torch.tanh(k * gate * (1 + 0.044715 * square))
+
+        def gradient(d: Tensor) -> Tensor:
+            return d * (0.5 * (1 + t) + 0.5 * gate * (1 - t.square()) * k * (1 + 3 * 0.044715 * square))
+
+        return 0.5 * gate * (1 + t), gradient
+    c = torch.where(gate >= LIMIT, LIMIT, gate)
+    s = torch.sigmoid(ALPHA * c)
+    return c * s, lambda d: d * (s * (1 + ALPHA * c * (1 - s)) * ~(gate >= LIMIT))
 
 
 # Elementwise operations on a GPU --------------------------------------------------------------------------------------
@@ -327,7 +307,7 @@ class Groups:
     def __init__(self, offs: Tensor, num_rows: int):
         on_gpu, num_groups = _is_on_gpu(offs), offs.shape[0]
         # Illegal offsets: stay within bounds, and make all results NaN.
-        starts = torch.nn.functional.pad(offs, (1, 0)).long()
+        starts = F.pad(offs, (1, 0)).long()
         is_bad = (starts.diff() < 0).any() | (starts[-1] > num_rows)
         bounds = starts.clamp(0, num_rows).cummax(0).values
         starts, ends = bounds[:-1], bounds[1:]
