@@ -317,8 +317,8 @@ class Groups:
         self.has_rows = (ends > starts) | is_bad
         self.fill = torch.zeros((), device=offs.device).masked_fill(is_bad, torch.nan)
 
-        # On a GPU a block has room for twice the mean of a group's rows. More rows multiply more zeros, fewer rows copy
-        # more weights. On a CPU, and with fewer rows than groups, no block without rows is worth a multiplication.
+        # On a GPU a block has room for twice the mean of a group's rows: smaller ones copy more weights, larger ones
+        # multiply more zeros. With fewer rows than groups, most first blocks would be zeros.
         size = 64 * min(8, -(-num_rows // (32 * num_groups)) or 1) if on_gpu else 32
         num_first = num_groups if on_gpu and num_rows >= num_groups else 0
         self.batch_bytes = _BATCH_BYTES if on_gpu else 0
