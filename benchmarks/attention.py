@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import harness
-from benchmarks.verdicts import verdict
+from benchmarks.verdicts import at_most, verdict
 from quackish.bench import report
 from quackish.bench.cells import OURS, Cell, Job, data_of, is_ours, options_of
 from quackish.bench.report import Verdict
@@ -30,10 +30,11 @@ from quackish.ops.attention import measure as measure_attention
 from quackish.ops.attention.providers import ABOUT, PROVIDERS
 from quackish.ops.attention.tools import ATTENTION, BIASES, MASKS
 
-FORWARD, TRAIN = "forward", "forward+backward"
+FORWARD, TRAIN, HOST = "forward", "forward+backward", "host"
 HEADS, TOKENS = 16, 8192
 HEAD_DIMS, LENGTHS = (64, 128), (2048, 512, 4096, 8192)
 SPEEDUP, SPEEDUP_OF_MASKS = 2.5, 1.5
+OVER_HOST = 1.1  # host time over that of memory-efficient SDPA
 SHORTEST = 2048  # queries, from which SPEEDUP is the target
 MEMORY = 64  # bytes per row of the scores, besides results and gradients
 ERROR = {"err_y": 0.75 * 2**-8} | dict.fromkeys(measure_attention.ERRORS[1:], 2**-8)  # rounding to bf16: 2**-9 at most
@@ -79,6 +80,7 @@ JOBS = [  # the most important ones first, because a run may be cut off
         Job(Cell(ATTENTION.name, shape, "bfloat16", TRAIN, data_of(options)), SMALL_PROVIDERS, title)
         for title, (shape, options) in SMALL.items()
     ),
+    Job(Cell(ATTENTION.name, (2, 4, 64, 32), "bfloat16", HOST, "attn_bias=1,H"), (OURS, "torch-efficient")),
     *(case(2048, d, attn_bias=bias) for d in HEAD_DIMS for bias in _OTHERS),
     *(case(2048, 64, attn_bias=bias, bias_dtype="float32") for bias in BIASES),
     *masks(4096, 128),
@@ -96,7 +98,7 @@ TINY = [  # without a GPU
     for direction, options in (
         (TRAIN, {}), (FORWARD, {}), (TRAIN, {"attn_bias": "1,H", "bias_dtype": "float32", "causal": True}),
         (TRAIN, {"attn_bias": "none", "attn_mask": "blocks"}), (TRAIN, {"attn_mask": "top"}),
-        (TRAIN, {"attn_bias": "none"}),
+        (TRAIN, {"attn_bias": "none"}), (HOST, {"attn_bias": "1,H"}),
     )
 ]  # fmt: skip
 
@@ -107,6 +109,8 @@ TINY = [  # without a GPU
 def target_of(cell: Cell) -> float | None:
     """How many times as long the fastest other library may at least take; None for plain calls, which are PyTorch's."""
     options = options_of(cell.data)
+    if cell.direction == HOST:
+        return None
     if cell.direction == TRAIN and options.get("attn_bias") == "1,H" and cell.shape in SMALL_TARGETS:
         return SMALL_TARGETS[cell.shape]
     if options.get("attn_bias") == "none":
@@ -121,7 +125,7 @@ def rivals_of(cell: Cell, results: Results) -> list[str]:
 
 
 def verdicts(results: Results) -> list[Verdict]:
-    lines = [line for cell in results.cells for line in _speed(results, cell)]
+    lines = [line for cell in results.cells for line in (_host if cell.direction == HOST else _speed)(results, cell)]
     return lines + _memory(results) + _errors(results)
 
 
@@ -139,6 +143,11 @@ def _speed(results: Results, cell: Cell) -> list[Verdict]:
     over = f"; ours is {least:.2f} times the minimum" if least else ""
     is_met = speedup > target if target == 1.0 else speedup >= target
     return [verdict(is_met, f"{cell}: {best} / ours: {numbers}, target {target:g}{over}")]
+
+
+def _host(results: Results, cell: Cell) -> list[Verdict]:
+    ours, theirs = results.ms(cell, OURS), results.ms(cell, "torch-efficient")
+    return at_most(ours and theirs and ours / theirs, OVER_HOST, f"{cell}: host time / memory-efficient SDPA's")
 
 
 def _memory(results: Results) -> list[Verdict]:

@@ -548,6 +548,9 @@ def test_targets_of_attention():
     assert words(attention.case(2048, 64, attn_bias="none"), 1.0, {"fa4": 0.5}) == ["PASS"]
     wrong = results_of({long.cell: {"quackish": {"status": "ok", "median_ms": 1.0}, "flex": {"err_y": 0.5}}})
     assert attention.verdicts(wrong) == []
+    (host,) = [job for job in attention.JOBS if job.cell.direction == attention.HOST]
+    assert words(host, 1.1, {"torch-efficient": 1.0}) == ["PASS", "PASS"]
+    assert words(host, 1.2, {"torch-efficient": 1.0}) == ["FAIL", "PASS"]
     # o, dq, dk and dv of 64 columns, a bias (4, 16, 2048, 2048), and 64 bytes per row
     rows = 4 * 16 * 2048
     most = 1e-6 * (rows * (4 * 128 + 64) + rows * 2048 * 2)
@@ -572,7 +575,7 @@ def test_cells_of_attention_are_distinct_and_legal():
     for cell in cells:
         BENCHES[cell.op].op.arguments(cell.shape, torch.bfloat16, torch.device("meta"), options_of(cell.data))
         is_small = cell.shape in [shape for shape, _ in attention.SMALL.values()]
-        assert is_small or cell.shape[0] * cell.shape[2] == attention.TOKENS
+        assert is_small or cell.direction == attention.HOST or cell.shape[0] * cell.shape[2] == attention.TOKENS
     assert attention.SMALL_TARGETS.keys() <= {shape for shape, _ in attention.SMALL.values()}
 
 

@@ -3,7 +3,7 @@
 A cell's data are the options of its call, such as "attn_bias=1,H attn_mask=half". The roof is computed, not measured:
 for each pass, the bytes of its inputs and outputs or the FLOPs of its matmuls (two in forward, five in backward) at the
 GPU's speeds in quackish/gpu.py, whichever takes longer. Tiles of 64 x 64 in which no key takes part do not count.
-Errors are norm-wise against the reference in fp64.
+Direction "host" measures the host time instead. Errors are norm-wise against the reference in fp64.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quackish.bench.cells import AGAIN, OURS, Cell, options_of
 from quackish.bench.definition import Bench
-from quackish.bench.measure import Record, Run, first_calls, time_columns, truth_of, warm_up_cublas
+from quackish.bench.measure import Record, Run, first_calls, measure_host, time_columns, truth_of, warm_up_cublas
 from quackish.device.work import Work, estimate
 from quackish.gpu import Roofs, gpu_of, roofs_of
 from quackish.ops.attention import providers
@@ -47,13 +47,16 @@ def measure(cell: Cell, names: Sequence[str], run: Run) -> None:
     run.begin("inputs")
     args, do = make(cell, run.device)
     warm_up_cublas(run.device)
-    truth = truth_of(run, lambda: _truth(args, do, run.device))
+    truth = None if cell.direction == "host" else truth_of(run, lambda: _truth(args, do, run.device))
 
     def errors_of(results: tuple[Tensor, ...]) -> dict[str, float]:
         return {name: _error(got, want) for name, got, want in zip(ERRORS, results, truth or (), strict=False)}
 
     works, records = first_calls(names, run, lambda attention: step(attention, args, do), errors_of)
     truth = None  # frees it
+    if cell.direction == "host":
+        measure_host(works, records, run)
+        return
     if OURS in works:  # a second time, to show the noise
         works[AGAIN], records[AGAIN] = works[OURS], {"status": "ok", "note": records[OURS]["note"]}
     us, note = None, ""
