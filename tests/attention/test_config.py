@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+import torch
 
 from quackish.device import cubin
 from quackish.gpu import H200
@@ -17,11 +18,13 @@ from quackish.ops.attention.config import (
     keys_ahead,
     own_in_registers,
 )
+from quackish.ops.attention.prepared import Prepared
 from quackish.ops.attention.problems import (
     AttentionMaskProblem,
     AttentionOrderProblem,
     AttentionRowsProblem,
 )
+from quackish.ops.attention.reference import Inputs, Options
 from quackish.ops.attention.score_problems import (
     AttentionBiasProblem,
     AttentionForwardProblem,
@@ -42,11 +45,9 @@ FIELDS = [  # one of each kernel is compiled in every run of the tests
     dict(dtype=BF16, d=32, bias_dtype=BF16),
     dict(dtype=FP16, d=32, bias_dtype=FP32, mask=True, mask_of_keys=True, band=True, softcap=True, short=True),
     dict(dtype=BF16, d=32, bias_dtype=BF16, mask=True, mask_of_keys=True, short=True),
-    dict(dtype=BF16, d=32, bias_dtype=BF16, mask=True, mask_of_keys=True, num_wgs=3),
-    dict(dtype=BF16, d=32, bias_dtype=BF16, num_wgs=3),
-    dict(dtype=FP16, d=32, num_wgs=3),
-    dict(dtype=BF16, d=32, bias_dtype=BF16, mask=True, mask_of_keys=True, num_wgs=4),
-    dict(dtype=FP16, d=32, num_wgs=4),
+    dict(dtype=BF16, d=32, bias_dtype=BF16, mask=True, mask_of_keys=True, wide=True),
+    dict(dtype=BF16, d=32, bias_dtype=BF16, wide=True),
+    dict(dtype=FP16, d=32, wide=True),
     dict(dtype=BF16, d=32, bias_dtype=BF16, mask=True, mask_of_keys=True),
     dict(dtype=BF16, d=128, bias_dtype=BF16, mask=True, mask_of_keys=True),
     dict(dtype=BF16, d=64, bias_dtype=BF16, bias_aligned=False, mask=True, mask_of_keys=True),
@@ -58,10 +59,11 @@ def problems():
     for fields in FIELDS:
         has_bias = fields.get("bias_dtype") is not None
         yield "attention_fwd", AttentionForwardProblem(**fields)
-        if fields.get("num_wgs") != 4:  # only forward has four
-            yield "attention_bwd_queries", AttentionQueriesProblem(**fields)
-            has_dbias = has_bias and not (fields.get("short") or "num_wgs" in fields)
-            yield "attention_bwd_keys", AttentionKeysProblem(**fields, dbias=has_dbias)
+        yield "attention_bwd_queries", AttentionQueriesProblem(**fields)
+        yield (
+            "attention_bwd_keys",
+            AttentionKeysProblem(**fields, dbias=has_bias and not (fields.get("short") or fields.get("wide"))),
+        )
         of_product = {name: fields.get(name, False) for name in ("mask", "band")}
         yield (
             "attention_bwd_product",
@@ -70,7 +72,7 @@ def problems():
             ),
         )
         if has_bias:
-            yield "attention_bwd_bias", AttentionBiasProblem(**fields | dict(short=False, num_wgs=2))
+            yield "attention_bwd_bias", AttentionBiasProblem(**fields | dict(short=False, wide=False))
 
 
 @pytest.mark.exhaustive
@@ -91,7 +93,7 @@ def test_compiles_without_spills(name, problem, gpu):
             ("attention_bwd_keys", AttentionKeysProblem(BF16, 64, BF16, dbias=True)),
             ("attention_bwd_keys", AttentionKeysProblem(BF16, 128, mask=True)),
             ("attention_bwd_keys", AttentionKeysProblem(BF16, 32, BF16)),
-            ("attention_bwd_keys", AttentionKeysProblem(BF16, 32, BF16, num_wgs=3)),
+            ("attention_bwd_keys", AttentionKeysProblem(BF16, 32, BF16, wide=True)),
             ("attention_bwd_queries", AttentionQueriesProblem(BF16, 128, BF16)),
             ("attention_bwd_queries", AttentionQueriesProblem(BF16, 64, BF16)),
         ],
@@ -103,6 +105,18 @@ def test_matmuls_overlap(name, problem):
     _, sass = cubin.disassemble(problem.spec.kernel_class(H200), problem, config, H200.target)
     wgmmas, waits = (sum(word in i.text for i in sass) for word in ("HGMMA", "WARPGROUP.DEPBAR"))
     assert 0 < waits < wgmmas / 2, (waits, wgmmas)
+
+
+@pytest.mark.parametrize("n", [64, 200, 256, 384, 768])
+def test_configs_do_not_depend_on_the_batch(n):
+    """The bits of a row of o depend on the tiles: an online softmax rounds after each tile's maximum."""
+    kinds, found = (AttentionForwardProblem, AttentionQueriesProblem, AttentionKeysProblem), set()
+    for batch in (1, 1000):
+        q = torch.empty(batch, 4, n, 32, dtype=torch.bfloat16, device="meta")
+        options = Options(1.0, None, None, None)
+        call = Prepared(Inputs(q, q, q, None, None), options, lambda problem: problem, H200.sm_count, True, True)
+        found.add(tuple(attention_config(call.kernel(kind), H200) for kind in kinds))
+    assert len(found) == 1
 
 
 @pytest.mark.parametrize("dlse", [True, False])
@@ -172,7 +186,7 @@ def test_every_problem_has_a_legal_config():
 @pytest.mark.parametrize(
     "problem, config, why",
     [
-        (AttentionForwardProblem, (1, 128, 2), "num_wgs is 1; expected 2, 3 or 4"),
+        (AttentionForwardProblem, (1, 128, 2), "num_wgs is 1; expected 2 or 3"),
         (AttentionForwardProblem, (2, 32, 2), "tile is 32; expected one of 128, 64"),
         (AttentionForwardProblem, (2, 64, 0), "num_stages is 0; expected at least 1"),
         (AttentionForwardProblem, (2, 64, 2, 3), "own_stages is 3; expected 1 or 2"),

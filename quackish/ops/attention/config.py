@@ -13,7 +13,7 @@ from quackish.ops.attention.score_problems import AttentionProblem
 
 # Registers per thread of the producer and of the consumers, by number of consumer warp groups. All threads together may
 # have no more than at launch, when each has 65,536 / threads, rounded down to a multiple of 8. Otherwise they hang.
-REGISTERS = {2: (24, 240), 3: (32, 160), 4: (24, 112)}
+REGISTERS = {2: (24, 240), 3: (32, 160)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +90,7 @@ def attention_why_illegal(problem: AttentionProblem, config: AttentionConfig, gp
         expected = "1 or 2" if len(problem.own_stages) > 1 else "1: this kernel keeps no tiles"
         return f"own_stages is {config.own_stages}; expected {expected}"
     if config.num_wgs not in REGISTERS:
-        return f"num_wgs is {config.num_wgs}; expected 2, 3 or 4"
+        return f"num_wgs is {config.num_wgs}; expected 2 or 3"
     if problem.ordered and problem.rows(config.num_wgs) != ORDERED:
         return (
             f"num_wgs is {config.num_wgs}; with a mask expected 2, because the order of tiles is one of {ORDERED} rows"
@@ -117,33 +117,17 @@ def attention_why_illegal(problem: AttentionProblem, config: AttentionConfig, gp
 
 
 def attention_config(problem: AttentionProblem, gpu: Gpu) -> AttentionConfig:
-    """As many stages as fit up to a limit, and a second one of own tiles if it fits."""
+    """Two warp groups, three if wide; as many stages as fit up to a limit, and a second one of own tiles if it fits."""
     # 4 stages fit some kernels at d 128, but were not measured there.
     most = 3 if problem.d == MAX_D else problem.max_stages
+    num_wgs = 3 if problem.wide else 2
     for tile, least in problem.choices:
         for stages in range(most, least - 1, -1):
             for own_stages in reversed(problem.own_stages):
-                config = AttentionConfig(problem.num_wgs, tile, stages, own_stages)
+                config = AttentionConfig(num_wgs, tile, stages, own_stages)
                 if attention_why_illegal(problem, config, gpu) is None:
                     return config
     raise UnsupportedError(f"scaled_dot_product_attention: no kernel for {problem} on {gpu.name}")
-
-
-def num_wgs(most: int, rows: int, heads: int, ctas: int) -> int:
-    """How many consumer warp groups a kernel at d 32 has without causality, window, softcap and an fp32 bias.
-
-    The most that need no more rows in all than fewer, and leave as many tiles as CTAs fit on the GPU. Forward and
-    backward of B 768, H 4, L 768 take 5.24 ms with three and 5.70 with two; B 256, L 256 0.266 with four in forward
-    and 0.277 with two (H200).
-
-    rows: of a head; heads: in all batches
-    """
-
-    def tiles(num_wgs: int) -> int:
-        return ceil_div(rows, num_wgs * BLOCK)
-
-    filling = [wgs for wgs in range(most, 2, -1) if heads * tiles(wgs) >= ctas]
-    return min((*filling, 2), key=lambda wgs: wgs * tiles(wgs))
 
 
 MIN_DIVIDED = 4  # heads that a sum in parts has at least: adding parts takes two more kernels. Not measured

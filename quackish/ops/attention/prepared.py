@@ -10,8 +10,8 @@ from torch import Tensor
 
 from quackish.device.arguments import by_name
 from quackish.device.cuda import dtype_name, name_of
+from quackish.device.work import ceil_div
 from quackish.ops.attention.arguments import BLOCK, ScoreArgs, Strided
-from quackish.ops.attention.config import num_wgs
 from quackish.ops.attention.mask_plan import contiguous_strides, layout_of_plan
 from quackish.ops.attention.problems import AttentionMaskProblem, AttentionOrderProblem, AttentionRowsProblem
 from quackish.ops.attention.reference import Inputs, Options, strides_like
@@ -63,15 +63,12 @@ class Prepared:
         self.d, of_keys = (d + 31) // 32 * 32, mask_of_keys(inputs)
         is_small = self.d == 32 and bias_aligned and (mask is None or of_keys)
         short = is_small and max(num_q, num_k) <= BLOCK and bias is not None and bias.shape[0] < batch
-        is_plain = is_small and not short and options.softcap is None and not options.has_band
-        is_plain = is_plain and (bias is None or bias.itemsize == 2)
-        kinds = (
-            (AttentionForwardProblem, 4, num_q, heads), (AttentionQueriesProblem, 3, num_q, heads),
-            (AttentionKeysProblem, 3, num_k, k_heads),
-        )  # fmt: skip
-        self._num_wgs = {
-            kind: num_wgs(most, n, batch * of_batch, max_ctas) if is_plain else 2 for kind, most, n, of_batch in kinds
-        }
+        plain = is_small and options.softcap is None and not options.has_band
+        plain = plain and not short and (bias is None or bias.itemsize == 2)
+        wide_q, wide_k = (plain and _tile_rows(n, 3) <= _tile_rows(n, 2) for n in (num_q, num_k))
+        self._wide = {
+            AttentionForwardProblem: wide_q, AttentionQueriesProblem: wide_q, AttentionKeysProblem: wide_k,
+        }  # fmt: skip
         self._fields: dict[str, Any] = dict(
             dtype=name_of(q.dtype), d=self.d, bias_dtype=dtype_name(bias), bias_aligned=bias_aligned,
             mask=mask is not None, mask_aligned=mask_aligned or of_keys, softcap=options.softcap is not None,
@@ -105,8 +102,7 @@ class Prepared:
         if found is None:
             names = {field.name for field in dataclasses.fields(kind)}
             shared = {name: value for name, value in self._fields.items() if name in names}
-            if kind in self._num_wgs and not fields.get("dbias"):  # with dbias more than 2 would spill registers
-                shared["num_wgs"] = self._num_wgs[kind]
+            shared |= {"wide": self._wide[kind] and not fields.get("dbias")} if kind in self._wide else {}
             found = self._kernels[key] = self._find(kind(**shared | fields))
         return found
 
@@ -129,6 +125,11 @@ class Prepared:
         batches, heads = self._plan.tensors
         tiles, start = self._plan.tiles[of_keys], plan.data_ptr() + of_keys * self._plan.of_keys
         return Strided(start, 0 if batches == 1 else heads * tiles, 0 if heads == 1 else tiles, 1)
+
+
+def _tile_rows(n: int, num_wgs: int) -> int:
+    """The rows of all tiles of n rows."""
+    return ceil_div(n, num_wgs * BLOCK) * num_wgs * BLOCK
 
 
 def mask_of_keys(inputs: Inputs) -> bool:

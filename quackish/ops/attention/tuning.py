@@ -29,7 +29,7 @@ def _attention_configs(problem: AttentionProblem, base: AttentionConfig, gpu: Gp
 
 
 def _same_merit(problem: AttentionProblem, config: AttentionConfig) -> float:
-    return 1.0  # all are tried: there are at most 108
+    return 1.0  # all are tried: there are at most 72
 
 
 def _data(
