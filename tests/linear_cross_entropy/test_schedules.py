@@ -374,6 +374,17 @@ def test_only_required_gradients_are_computed(reduction, schedule, name, e_route
         assert all(g is None or torch.equal(g, want) for g, want in zip(grads, all_wanted, strict=True))
 
 
+def test_gradients_of_two_dtypes_are_scaled(path):
+    grads = []
+    for factor in (1, 3):
+        x, w, target, kw = path.case(bias=True)
+        kw["linear_bias"] = kw["linear_bias"].detach().float().requires_grad_()
+        loss = path.call(x, w.detach(), target, schedule="chunked", **kw)
+        grads.append(torch.autograd.grad(factor * loss, (x, kw["linear_bias"])))
+    (_, once), (_, scaled) = grads
+    assert torch.equal(scaled, 3 * once)
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_gradient_of_lse_alone(schedule, path):
     x, w, target, kw = path.case(**OPTIONS["all"])
