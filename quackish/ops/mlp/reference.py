@@ -118,7 +118,8 @@ def down_backward(
     if needs.act:
         act = preactivation.new_empty((dy.shape[0], w2.shape[-1]))
     if needs.dpreactivation:
-        dz = preactivation if overwrite else torch.empty_like(preactivation)
+        # `data`: as kernels do, it leaves the version alone, by which autograd would refuse to run a backward that raised
+        dz = preactivation.data if overwrite else torch.empty_like(preactivation)
     if needs.dscales:
         dscales = scales.new_empty(scales.shape)
     if needs.dpreactivation or needs.dscales:
