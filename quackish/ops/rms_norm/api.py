@@ -72,11 +72,11 @@ def rms_norm(
         dweight_out: buffer of weight's shape, fp32 or in weight's dtype. Each backward adds weight's gradient to it and
             returns None to autograd. Not supported for parameters that FSDP shards: use .grad.
         backend: "auto" runs a kernel if there is one, else the portable PyTorch path: silently on CPU, with one warning
-            per reason on a GPU. "cute" runs a kernel or raises. "reference" runs the portable path.
+            per reason on a GPU. "cute" runs a kernel or raises. "reference" runs elementwise functions of PyTorch.
 
     Returns:
         y of x's shape, contiguous; with a residual (y, res). Gradients have their arguments' dtypes. Second
-        derivatives, torch.func and forward-mode AD run the portable path.
+        derivatives, torch.func and forward-mode AD also run elementwise functions.
 
     Kernels are bitwise reproducible, and a row of y or of x's gradient does not depend on the number of rows. No input
     except `dweight_out` is written, and nothing synchronizes with the host.

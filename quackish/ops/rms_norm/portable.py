@@ -76,7 +76,7 @@ def _is_covered(x: Tensor, weight: Tensor | None, *others: Tensor | None) -> boo
     """Whether PyTorch has fused kernels for tensors of these dtypes and shapes on their device."""
     is_one_weight = weight is None or weight.dim() == 1
     is_fp32 = reference.accumulate_dtype(x, weight, *others) is torch.float32
-    return _has_kernels(x.device) and is_one_weight and is_fp32 and x.numel() < _MAX_ELEMENTS
+    return _has_kernels(x.device) and is_one_weight and is_fp32 and 0 < x.numel() < _MAX_ELEMENTS
 
 
 def _has_kernels(device: torch.device) -> bool:

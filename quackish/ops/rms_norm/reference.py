@@ -1,4 +1,4 @@
-"""RMSNorm in plain PyTorch, forward and backward: the specification, and the portable path on a CPU.
+"""RMSNorm in plain PyTorch, forward and backward: the specification, and what portable.py does not cover.
 
     res  = x + residual                         (x itself without a residual), rounded to residual_dtype
     rstd = 1 / sqrt(mean(res^2) + eps)          over the last dimension
