@@ -54,7 +54,7 @@ def grouped_mlp(
         y: (R, H) in x's dtype. All floating arguments that require it get gradients, in their own dtypes.
 
     Rows from offs[-1] on are 0 in y and in the gradients of x and scales; their contents are never used. Results are
-    the same on every run. A row of y and of x's gradient does not depend on other rows or on the number of rows.
+    the same on every run. With kernels, a row of y and of x's gradient does not depend on other rows or their number.
 
     Raises:
         ValueError, TypeError: the shape, value, device or dtype of an argument; on CPU, offsets that decrease or
