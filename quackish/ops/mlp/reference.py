@@ -43,8 +43,8 @@ from quackish.ops.shared.matmul import accumulate_dtype, mm, operand_dtype
 GATED = ("swiglu", "clamped_swiglu", "geglu", "geglu_erf", "reglu")
 ACTIVATIONS = (*GATED, "silu", "relu2", "gelu_tanh", "gelu_erf")
 LIMIT, ALPHA = 7.0, 1.702  # of "clamped_swiglu"
-_CHUNK = 2**22  # elements: 16 MB in fp32, of an A100's 40 MB. Not measured.
-_BATCH_BYTES = 2**28  # of the operands and results of one batched matrix product. Not measured.
+_CHUNK = 2**22  # elements: 16 MB in fp32, of an A100's 40 MB. No other size was measured.
+_BATCH_BYTES = 2**28  # of the operands and results of one batched matrix product. No other size was measured.
 
 
 class Needs(NamedTuple):
@@ -118,7 +118,7 @@ def down_backward(
     if needs.act:
         act = preactivation.new_empty((dy.shape[0], w2.shape[-1]))
     if needs.dpreactivation:
-        # `data`: as kernels do, it leaves the version alone, by which autograd would refuse to run a backward that raised
+        # `data`, as kernels: it leaves the version alone, by which autograd would refuse a backward that runs again.
         dz = preactivation.data if overwrite else torch.empty_like(preactivation)
     if needs.dscales:
         dscales = scales.new_empty(scales.shape)
