@@ -304,6 +304,15 @@ def attention_rows() -> Table:
         yield "4, 16, 2048, 64", f"({bias.replace(',', ', ')}, L, L), fp32", *cells
 
 
+def small_attention_rows() -> Table:
+    """The sizes with a title in benchmarks/attention.py."""
+    names = ATTENTION | {"cuEquivariance": "cuequivariance"}
+    yield "what", "B, H, L, D", *names
+    for row in rows_of("H200/scaled_dot_product_attention.csv"):
+        if row["models"] and row["provider"] == "quackish":
+            yield row["models"], of_shape(row["shape"]), *attention_ms(row["shape"], row["data"], tuple(names.values()))
+
+
 def attention_mask_rows() -> Table:
     names = {"quackish": "quackish", "FlexAttention": "flex-block-mask", "cuDNN SDPA": "torch-cudnn"}
     yield "mask", "D", *names
@@ -441,7 +450,9 @@ TABLES: dict[str, page_tables.Tables] = {
     "measurements/grouped_mlp.md": {
         "times": mlp_rows, "memory": mlp_memory_rows, "experts": expert_rows,
     },
-    "measurements/attention.md": {"times": attention_rows, "masks": attention_mask_rows},
+    "measurements/attention.md": {
+        "times": attention_rows, "masks": attention_mask_rows, "small": small_attention_rows,
+    },
     "measurements/parallel.md": {"times": sharded_rows},
     "measurements/decoder.md": {"mlp": dense_rows, "mlp memory": dense_memory_rows, "rotary": rotary_rows},
     "measurements/distillation.md": {
