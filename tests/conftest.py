@@ -243,7 +243,7 @@ def where(request, poisoned, monkeypatch):
     """Makes grouped_mlp use the path that a test's `on_every_path` names, or run its kernel in the emulator."""
     from quackish.device.kernel_device import KernelDevice, substitute, why_unsupported
     from quackish.gpu import H200
-    from quackish.ops.mlp import reference
+    from quackish.ops.mlp import groups, reference
     from quackish.ops.mlp.problems import GEMM_SPEC
     from tests import emulated_kernels
     from tests.emulator_cases import emulated, is_emulator
@@ -254,9 +254,10 @@ def where(request, poisoned, monkeypatch):
         yield Where(device, "reference", (FP64, BF16))
         return
     if kind == "blocks":
-        monkeypatch.setattr(reference, "_is_on_gpu", lambda t: True)
+        for module in (reference, groups):
+            monkeypatch.setattr(module, "is_on_gpu", lambda t: True)
         monkeypatch.setattr(reference, "_CHUNK", 500)
-        monkeypatch.setattr(reference, "_BATCH_BYTES", 2**18)
+        monkeypatch.setattr(groups, "_BATCH_BYTES", 2**18)
         yield Where(device, "reference", (FP64, BF16))
         return
     if kind == "emulated":

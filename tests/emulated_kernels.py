@@ -28,6 +28,7 @@ from quackish.ops.linear_cross_entropy.row_problems import NO_SLOT, ROW_TILE
 from quackish.ops.linear_cross_entropy.row_state import RowStateParts
 from quackish.ops.mlp import gemm_problems as mlp
 from quackish.ops.mlp import reference
+from quackish.ops.mlp.groups import Groups
 from quackish.ops.mlp.problems import TokenRowsProblem
 from quackish.ops.shared import problems as shared
 
@@ -542,7 +543,7 @@ def grouped_gemm(p, a):
 
     def groups_of(a):
         offs = torch.tensor([a.rows], dtype=I32) if p.max_groups == 1 else memory(a.offs, I32, (a.groups,))
-        return reference.Groups(offs, a.rows)
+        return Groups(offs, a.rows)
 
     def weights(a, address, n):
         if p.b_major == "k":

@@ -11,7 +11,7 @@ from quackish.device.choose import choose
 from quackish.device.kernel_device import KernelDevice, substitute
 from quackish.device.kernel_for import CompiledKernel
 from quackish.gpu import H200
-from quackish.ops.mlp import operators, reference
+from quackish.ops.mlp import groups, operators, reference
 from quackish.ops.mlp.gemm_problems import TILES, Down, DownBackward, Up
 from quackish.testing.errors import same_bits
 from tests.mlp.cases import BF16, MANY, NAMES, SIZES, experts, frozen, make, step
@@ -35,8 +35,8 @@ def calls(monkeypatch):
     names = ("up", "down", "down_backward", "rows_gradient", "weight_gradient", "bias_gradient")
     steps = types.SimpleNamespace(**{name: counted(name) for name in names})
     monkeypatch.setattr(operators, "steps_for", lambda *args: steps)
-    rows_times = reference.Groups.rows_times
-    monkeypatch.setattr(reference.Groups, "rows_times", lambda *args: seen.append("matmul") or rows_times(*args))
+    rows_times = groups.Groups.rows_times
+    monkeypatch.setattr(groups.Groups, "rows_times", lambda *args: seen.append("matmul") or rows_times(*args))
     return seen
 
 
