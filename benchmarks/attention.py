@@ -107,10 +107,13 @@ TINY = [  # without a GPU
 
 
 def target_of(cell: Cell) -> float | None:
-    """How many times as long the fastest other library may at least take; None for plain calls, which are PyTorch's."""
-    options = options_of(cell.data)
+    """How many times as long the fastest other library may at least take; None for plain calls, which are PyTorch's.
+
+    Host time has a target of its own.
+    """
     if cell.direction == HOST:
         return None
+    options = options_of(cell.data)
     if cell.direction == TRAIN and options.get("attn_bias") == "1,H" and cell.shape in SMALL_TARGETS:
         return SMALL_TARGETS[cell.shape]
     if options.get("attn_bias") == "none":

@@ -106,9 +106,8 @@ def _passes_all(i: int, j: int, pieces: range) -> bool:
     return j == pieces[0] if j in pieces else not i < pieces[0] < j
 
 
-MUFU_CYCLES = (
-    8  # of a warp's instruction on B200: 4 results per cycle and quarter of an SM (CUDA C++ Programming Guide)
-)
+# Of a warp's instruction on B200: 4 results per cycle and quarter of an SM (CUDA C++ Programming Guide)
+MUFU_CYCLES = 8
 
 
 class Epilogue(NamedTuple):
@@ -183,8 +182,6 @@ def row_kernel_rows() -> Iterator[list[str]]:
 
 FLOPS_PER_CYCLE = {"H200": 4096, "B200": 8192}  # per SM, dense bf16
 SLOWEST, FASTEST = roofs_of(B200), roofs_of(B200).fastest  # published speeds; the clock is what power allows
-
-
 MANY_ROWS = ("65536x512x256", "262144x512x256", "1048576x512x256")  # bound by launches and bytes, not by GEMMs
 
 

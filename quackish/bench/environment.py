@@ -12,7 +12,10 @@ from quackish._version import __version__
 
 # Columns of a results file.
 ENVIRONMENT = ("date", "commit", "gpu", "driver", "python", "torch", "cuda", "dsl", "tvm_ffi", "peers", "quackish")
-PEERS = ("quack-kernels", "liger-kernel", "cut-cross-entropy", "triton")
+PEERS = (
+    "quack-kernels", "liger-kernel", "cut-cross-entropy", "flash-attn-4", "cuequivariance-ops-torch-cu13", "sonic-moe",
+    "triton",
+)  # fmt: skip
 
 _PACKAGE = Path(__file__).parents[1]
 

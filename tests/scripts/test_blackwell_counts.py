@@ -122,7 +122,7 @@ def test_clocks_are_those_of_published_times(counts):
 
 
 def test_published_times_beside_the_interval(counts):
-    """Of one GEMM over 2048 rows: 501 x 16 tiles are 108.3 waves of 74, and its time by cuBLAS defines the clock."""
+    """A GEMM over 2048 rows has 501 x 16 tiles for 74 clusters. cuBLAS's time for it defines the clock."""
     (row,) = (row for row in counts.published_rows() if row[0] == "dW over 2048 rows")
     low, high = (2 * 109 * 74 * 256 * 256 * 2048 / roofs.gemm + 2e-6 for roofs in (counts.FASTEST, counts.SLOWEST))
     assert row[1:3] == [f"{1e3 * low:.2f}", f"{1e3 * high:.2f}"]

@@ -76,18 +76,14 @@ class SwizzledTile:
             return self.load(address, transposed).to(Float32)
         words, values = self._words(address, transposed), cute.make_rmem_tensor((8,), Float32)
         for i in cutlass.range_constexpr(4):
-            values[2 * i], values[2 * i + 1] = (
-                (words[i] << 16).bitcast(Float32),
-                (words[i] & -0x10000).bitcast(Float32),
-            )
+            values[2 * i] = (words[i] << 16).bitcast(Float32)
+            values[2 * i + 1] = (words[i] & -0x10000).bitcast(Float32)
         return values.load()
 
     def _words(self, address: Int32, transposed: bool):
-        words = prims.ldmatrix(
-            self._pointer(address, Int32, 16).to_llvm_ptr(),
-            4,
-            prims.MMALayout.COL if transposed else prims.MMALayout.ROW,
-        )
+        """The eight values of `load`, two in a word."""
+        layout = prims.MMALayout.COL if transposed else prims.MMALayout.ROW
+        words = prims.ldmatrix(self._pointer(address, Int32, 16).to_llvm_ptr(), 4, layout)
         loaded = cute.make_rmem_tensor((4,), Int32)
         for i in range(4):
             loaded[i] = Int32(words[i])

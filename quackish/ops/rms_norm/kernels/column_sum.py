@@ -61,7 +61,7 @@ class ColumnSum:
             partial = scratch + cta * self.width
             total = cute.make_rmem_tensor((4,), Float32)
             for j in cutlass.range(tid * 4, self.width, self.rows.threads * 4, unroll=1):
-                if j % self.n_pad < columns:
+                if j % self.n_pad < columns:  # else padding of a cluster's last CTA, which nobody wrote
                     total.fill(0.0)
                     for r in cutlass.range(self.rows.tile_m, unroll=4):
                         total.store(total.load() + vector_at(sSums + (r * self.width + j), 0, 4).load())
