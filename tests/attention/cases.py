@@ -37,11 +37,13 @@ def case(
 
 
 LARGE = {  # options of `large_case`
-    "own bias": dict(heads=1, bias=(1, 1, 70, 72)),
+    "small, own bias": dict(heads=1, bias=(1, 1, 70, 72)),
+    "small, unaligned fp32 bias of all heads": dict(heads=3, bias=(1, 1, 70, 71), bias_dtype=torch.float32, dtype=FP16),
+    "own bias": dict(heads=1, d=64, bias=(1, 1, 70, 72)),
     "fp32 bias of all heads, softcap, GQA": dict(
         heads=2, kv_heads=1, bias=(1, 1, 70, 72), bias_dtype=FP32, softcap=2.0, dtype=FP16
     ),
-    "mask and unaligned bias of keys": dict(heads=2, bias=(1, 2, 70, 71), mask=(1, 1, 70, 71), is_causal=True),
+    "mask and unaligned bias of keys": dict(heads=2, d=64, bias=(1, 2, 70, 71), mask=(1, 1, 70, 71), is_causal=True),
 }
 
 
@@ -50,7 +52,7 @@ def large_case(device="cpu", **options):
 
     In fp32 a score of the other rows is as exact as it is in fp64, or much smaller than the largest one.
     """
-    args = case(num_k=options["bias"][-1], d=32, device=device, **options)
+    args = case(**dict(num_k=options["bias"][-1], d=32, device=device) | options)
     with torch.no_grad():
         bias = args["attn_bias"]
         args["query"][:, :, 4:60] = 0
@@ -61,9 +63,9 @@ def large_case(device="cpu", **options):
     return args
 
 
-def large_products(scale, device="cpu"):
+def large_products(scale, d, device="cpu"):
     """Scores of up to 2e5 without a bias, exact in fp32; some rows have several equal ones."""
-    args = case(1, 1, 70, 72, 32, mask=(1, 1, 70, 72), scale=scale, device=device)
+    args = case(1, 1, 70, 72, d, mask=(1, 1, 70, 72), scale=scale, device=device)
     with torch.no_grad():
         for name in ("query", "key"):
             args[name].round_().clamp_(-2, 2)

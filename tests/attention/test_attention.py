@@ -110,7 +110,7 @@ def test_large_biases(kind):
 
 @pytest.mark.parametrize("scale", [2.0**12, -(2.0**12)])
 def test_large_products(scale):
-    args = large_products(scale)
+    args = large_products(scale, 32)
     assert_large_right(step(args, backend="reference"), args)
 
 

@@ -17,6 +17,7 @@ from quackish.ops.attention.config import (
     bias_parts,
     keys_ahead,
     own_in_registers,
+    small_parts,
 )
 from quackish.ops.attention.prepared import Prepared
 from quackish.ops.attention.problems import (
@@ -32,6 +33,7 @@ from quackish.ops.attention.score_problems import (
     AttentionProductProblem,
     AttentionQueriesProblem,
 )
+from quackish.ops.attention.small_problems import AttentionSmallBackwardProblem, AttentionSmallForwardProblem
 from tests.variants import check_compiles, one_per, one_per_kernel
 
 BF16, FP16, FP32 = "bfloat16", "float16", "float32"
@@ -43,8 +45,7 @@ FIELDS = [  # one of each kernel is compiled in every run of the tests
     dict(dtype=BF16, d=64, mask=True, band=True),
     dict(dtype=FP16, d=32, bias_dtype=FP16, mask=True, band=True, softcap=True),
     dict(dtype=BF16, d=32, bias_dtype=BF16),
-    dict(dtype=FP16, d=32, bias_dtype=FP32, mask=True, mask_of_keys=True, band=True, softcap=True, short=True),
-    dict(dtype=BF16, d=32, bias_dtype=BF16, mask=True, mask_of_keys=True, short=True),
+    dict(dtype=FP16, d=32, bias_dtype=FP32, mask=True, mask_of_keys=True, band=True, softcap=True),
     dict(dtype=BF16, d=32, bias_dtype=BF16, mask=True, mask_of_keys=True, wide=True),
     dict(dtype=BF16, d=32, bias_dtype=BF16, wide=True),
     dict(dtype=FP16, d=32, wide=True),
@@ -52,6 +53,15 @@ FIELDS = [  # one of each kernel is compiled in every run of the tests
     dict(dtype=BF16, d=128, bias_dtype=BF16, mask=True, mask_of_keys=True),
     dict(dtype=BF16, d=64, bias_dtype=BF16, bias_aligned=False, mask=True, mask_of_keys=True),
     dict(dtype=BF16, d=64, mask=True, mask_of_keys=True),
+]
+
+SMALL_FIELDS = [
+    dict(bias_dtype=BF16),
+    dict(bias_dtype=BF16, bias_aligned=False),
+    dict(bias_dtype=BF16, mask=True, mask_of_keys=True),
+    dict(bias_dtype=FP32, mask=True, mask_of_keys=True, band=True),
+    dict(bias_dtype=FP32, bias_aligned=False, mask=True, mask_aligned=False, band=True),
+    dict(mask=True, mask_aligned=False),
 ]
 
 
@@ -62,7 +72,7 @@ def problems():
         yield "attention_bwd_queries", AttentionQueriesProblem(**fields)
         yield (
             "attention_bwd_keys",
-            AttentionKeysProblem(**fields, dbias=has_bias and not (fields.get("short") or fields.get("wide"))),
+            AttentionKeysProblem(**fields, dbias=has_bias and not fields.get("wide")),
         )
         of_product = {name: fields.get(name, False) for name in ("mask", "band")}
         yield (
@@ -72,7 +82,17 @@ def problems():
             ),
         )
         if has_bias:
-            yield "attention_bwd_bias", AttentionBiasProblem(**fields | dict(short=False, wide=False))
+            yield "attention_bwd_bias", AttentionBiasProblem(**fields | dict(wide=False))
+    for fields in SMALL_FIELDS:
+        for pairs in (True, False):
+            small = dict(dtype=BF16, d=32, pairs=pairs) | fields
+            yield "attention_small_fwd", AttentionSmallForwardProblem(**small)
+            bias_dtype = fields.get("bias_dtype")
+            for dbias_dtype in {None, bias_dtype, bias_dtype and FP32}:
+                yield "attention_small_bwd", AttentionSmallBackwardProblem(**small, dlse=True, dbias_dtype=dbias_dtype)
+            if bias_dtype == BF16:
+                in_place = dict(dbias_dtype=BF16, ds_is_dbias=True)
+                yield "attention_small_bwd", AttentionSmallBackwardProblem(**small, **in_place)
 
 
 @pytest.mark.exhaustive
@@ -161,7 +181,6 @@ def test_measured_configs():
         (AttentionKeysProblem(BF16, 64, mask=True), 2),
         (AttentionKeysProblem(BF16, 64, BF16, dbias=True), 0),
         (AttentionKeysProblem(BF16, 32, mask=True), 2),
-        (AttentionKeysProblem(BF16, 32, BF16, short=True), 2),
         (AttentionQueriesProblem(BF16, 128, mask=True), 1),
     ],
 )
@@ -179,6 +198,9 @@ def test_every_problem_has_a_legal_config():
         found = [AttentionForwardProblem(**fields), AttentionKeysProblem(**fields, dbias=bias is not None)]
         found += [AttentionQueriesProblem(**fields), AttentionProductProblem(BF16, d, None, True, mask, False, band)]
         found += [AttentionBiasProblem(**fields)] * (bias is not None)
+        if d == 32 and not softcap and not (mask and mask_aligned):
+            found += [AttentionSmallForwardProblem(**fields, pairs=pairs) for pairs in flags]
+            found += [AttentionSmallBackwardProblem(**fields, pairs=pairs, dbias_dtype=bias) for pairs in flags]
         for problem in found:
             assert attention_why_illegal(problem, attention_config(problem, H200), H200) is None
 
@@ -213,3 +235,6 @@ def test_parts_of_a_broadcast_sum():
     assert bias_parts(768, 4, 768, 768, 32, 132) == 7  # 144 tiles: 1008 in 8 turns of 132
     assert bias_parts(256, 4, 256, 256, 32, 132) == 8  # 16 tiles: one turn of 128
     assert bias_parts(1, 64, 768, 768, 32, 132) == 1
+    assert small_parts(256, 4, 264) == 64  # 4 matrices each
+    assert small_parts(1024, 3, 264) == 86  # 12 each
+    assert small_parts(1, 2048, 132) == small_parts(3, 4, 264) == 1

@@ -68,15 +68,13 @@ def mask_of_keys_case(batch, heads, num_q, num_k, d, **options):
     return args
 
 
-BROADCAST = {  # a bias of all batches at d 32; "short": two batches at a time, the last one alone
-    "short": lambda: case(3, 2, 33, 40, 24, bias=(1, 2, 33, 40)),
+BROADCAST = {  # a bias of all batches at d 32
     "mask of keys": lambda: mask_of_keys_case(3, 2, 70, 136, 32, bias=(1, 2, 70, 136)),
     "GQA, causal, softcap, fp32 bias of all heads": lambda: case(
         2, 2, 70, 200, 16, kv_heads=1, bias=(1, 1, 70, 200), bias_dtype=FP32, is_causal=True, softcap=2.0
     ),
     "wide, mask of keys": lambda: mask_of_keys_case(3, 1, 136, 184, 32, bias=(1, 1, 136, 184)),
     "wide, its own bias": lambda: case(1, 2, 136, 192, 32, bias=(1, 2, 136, 192)),
-    "short, mask of keys": lambda: mask_of_keys_case(3, 1, 64, 64, 32, bias=(1, 1, 64, 64)),
 }
 
 
@@ -88,6 +86,32 @@ def test_bias_of_all_batches_emulated(kind):
     assert "attention_order" not in launches(report)  # a mask of keys leaves equal work
     (forward,) = [launch for launch in report.launches if launch.kernel == "attention_fwd"]
     assert forward.block[0] == 128 * (4 if "wide" in kind else 3)  # a producer warp group, and three or two consumers
+    assert_right(got, truth(args))
+
+
+SMALL = {  # the whole backward in one kernel; one to three matrices of scores for each worker
+    "windows": lambda: case(3, 2, 49, 49, 24, bias=(1, 2, 49, 49)),
+    "own bias": lambda: case(1, 5, 64, 40, 32, bias=(1, 5, 64, 40)),
+    "own bias, two blocks": lambda: case(1, 2, 100, 128, 32, bias=(1, 2, 100, 128)),
+    "fp32 bias of all heads and batches, causal": lambda: case(
+        2, 3, 100, 72, 16, bias=(1, 1, 100, 72), bias_dtype=FP32, is_causal=True
+    ),
+    "unaligned fp32 bias, two blocks": lambda: case(3, 1, 30, 101, 16, bias=(1, 1, 30, 101), bias_dtype=FP32),
+    "mask alone": lambda: case(2, 2, 49, 60, 32, mask=(2, 1, 49, 60)),
+    "mask and bias, window": lambda: case(2, 1, 66, 70, 32, bias=(2, 1, 66, 70), mask=(1, 1, 66, 70), window=(9, 20)),
+    "mask of keys": lambda: mask_of_keys_case(3, 2, 64, 60, 32, bias=(3, 1, 64, 60)),
+    "mask of keys, two blocks": lambda: mask_of_keys_case(3, 1, 70, 128, 32, bias=(1, 1, 70, 128)),
+    "parts": lambda: case(9, 2, 20, 24, 8, bias=(1, 1, 20, 24)),
+}
+
+
+@pytest.mark.parametrize("kind", one_per(lambda kind: 0, SMALL))
+def test_small_emulated(kind):
+    args = SMALL[kind]()
+    with emulated(QUICK) as report:
+        got = step(args)
+    small = ["attention_small_fwd", "attention_small_bwd"]
+    assert launches(report) == ["attention_mask"] * ("attn_mask" in args) + small
     assert_right(got, truth(args))
 
 
@@ -139,16 +163,25 @@ def test_large_biases(kind, where):
 
 
 @pytest.mark.parametrize("where", [SLOW, ON_CUDA])
-@pytest.mark.parametrize("scale", [2.0**12, -(2.0**12)])
-def test_large_products(scale, where):
+@pytest.mark.parametrize("scale, d", [(2.0**12, 64), (-(2.0**12), 64), (-(2.0**12), 32)])
+def test_large_products(scale, d, where):
     device, context = device_in(where)
-    args = large_products(scale, device)
+    args = large_products(scale, d, device)
     with context:
         assert_large_right(step(args), args)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("sizes", [(16, 16, 512, 512, 128), (2, 4, 1100, 700, 64), (33, 4, 384, 384, 32)])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (16, 16, 512, 512, 128),
+        (2, 4, 1100, 700, 64),
+        (33, 4, 384, 384, 32),
+        (700, 4, 49, 49, 32),
+        (300, 4, 128, 96, 24),
+    ],
+)
 def test_calls_in_a_row(sizes):
     """Bits, where nothing waits between calls: launches start while the ones before them end."""
     batch, heads, num_q, num_k, d = sizes
@@ -229,7 +262,15 @@ ON_GPU = {
     "mask of keys": dict(heads=4, kv_heads=1, num_q=70, num_k=1000, d=40, mask=(2, 1, 1, 1000)),
     "window alone": dict(num_q=600, window=(64, 0)),
     "bias of all batches": dict(batch=3, num_q=300, num_k=520, d=32, bias=(1, 2, 300, 520), mask=(3, 1, 1, 520)),
-    "short": dict(batch=5, num_q=49, num_k=56, d=24, bias=(1, 2, 49, 56)),
+    "small, bias of all batches": dict(batch=5, num_q=49, d=32, bias=(1, 2, 49, 49)),
+    "small, bias of all heads": dict(heads=5, num_q=100, num_k=72, d=24, bias=(2, 1, 100, 72), is_causal=True),
+    "small, own bias": dict(num_q=30, num_k=128, d=32, bias=(2, 2, 30, 128)),
+    "small, own fp32 bias, mask of keys": dict(
+        num_q=128, d=16, bias=(2, 2, 128, 128), bias_dtype=FP32, mask=(2, 1, 1, 128)
+    ),
+    "small, mask": dict(num_q=64, d=32, mask=(1, 2, 64, 64)),
+    "small, parts": dict(batch=300, heads=3, num_q=64, d=32, bias=(1, 3, 64, 64)),
+    "small, window": dict(num_q=127, d=32, bias=(1, 1, 127, 127), window=(20, 5)),
 }
 
 

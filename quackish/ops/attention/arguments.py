@@ -112,6 +112,33 @@ class ProductArgs(NamedTuple):
     dq: Any = None  # as q, written
 
 
+class SmallForwardArgs(NamedTuple):
+    scores: Any = ScoreArgs()
+    o: Any = None  # (B, Hq, Lq, d), written
+    lse: Any = F32  # (B, Hq, Lq), written
+    lse_residual: Any = F32  # as in ForwardArgs, written
+    parts: Any = "int32"  # in which the matrices of scores that share one of the bias are divided
+    batches: Any = "int32"  # B or 1: the sizes of the bias, and B without one
+    bias_heads: Any = "int32"
+
+
+class SmallBackwardArgs(NamedTuple):
+    scores: Any = ScoreArgs()
+    do: Any = None  # (B, H, Lq, d)
+    o: Any = None  # as do
+    lse: Any = F32  # (B, H, Lq)
+    lse_residual: Any = F32
+    dlse: Any = None  # (B, H, Lq) fp32; if lse has a gradient
+    dq: Any = None  # as q, written
+    dk: Any = None  # as k, written
+    dv: Any = None  # as v, written
+    dbias: Any = None  # (parts, B or 1, H or 1, Lq, Lk), written; its strides: batch, head, row
+    part: Any = "int64"  # stride of dbias's parts
+    parts: Any = "int32"  # as in SmallForwardArgs
+    batches: Any = "int32"
+    bias_heads: Any = "int32"
+
+
 class BiasArgs(NamedTuple):
     scores: Any = ScoreArgs()
     do: Any = None  # (B, Hq, Lq, d)

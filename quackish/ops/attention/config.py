@@ -57,7 +57,7 @@ class AttentionRowsConfig:
 
 
 def attention_smem_bytes(problem: AttentionProblem, config: AttentionConfig) -> int:
-    rows = problem.rows(config.num_wgs)
+    rows = BLOCK * config.num_wgs
     own = config.own_stages * problem.own_bytes(rows, config.tile)
     stages = config.num_stages * problem.stage_bytes(rows, config.tile)
     return own + stages + problem.result_bytes(rows, config.tile) + 1024  # barriers and alignment
@@ -89,14 +89,12 @@ def attention_why_illegal(problem: AttentionProblem, config: AttentionConfig, gp
     if config.own_stages not in problem.own_stages:
         expected = "1 or 2" if len(problem.own_stages) > 1 else "1: this kernel keeps no tiles"
         return f"own_stages is {config.own_stages}; expected {expected}"
-    if config.num_wgs not in REGISTERS:
-        return f"num_wgs is {config.num_wgs}; expected 2 or 3"
-    if problem.ordered and problem.rows(config.num_wgs) != ORDERED:
+    if config.num_wgs not in problem.num_wgs:
+        return f"num_wgs is {config.num_wgs}; expected {' or '.join(map(str, problem.num_wgs))}"
+    if problem.ordered and BLOCK * config.num_wgs != ORDERED:
         return (
             f"num_wgs is {config.num_wgs}; with a mask expected 2, because the order of tiles is one of {ORDERED} rows"
         )
-    if problem.short and config.num_wgs != 2:
-        return f"num_wgs is {config.num_wgs}; expected 2: each has one of two batches"
     if config.tile not in problem.tiles:
         return f"tile is {config.tile}; expected one of {', '.join(map(str, problem.tiles))}"
     if config.num_stages < problem.min_stages:
@@ -128,6 +126,17 @@ def attention_config(problem: AttentionProblem, gpu: Gpu) -> AttentionConfig:
                 if attention_why_illegal(problem, config, gpu) is None:
                     return config
     raise UnsupportedError(f"scaled_dot_product_attention: no kernel for {problem} on {gpu.name}")
+
+
+def small_parts(summed: int, tensors: int, workers: int) -> int:
+    """In how many parts the `summed` matrices of scores that share one of `tensors` matrices of a bias are divided."""
+
+    def matrices_in_turn(parts: int) -> int:
+        """What the busiest worker computes. A part costs as much as about 2: the bias is read, the sum is written."""
+        return ceil_div(tensors * parts, workers) * (ceil_div(summed, parts) + 2)
+
+    most = 1 if summed < MIN_DIVIDED else min(summed, workers // tensors)
+    return min(range(1, max(1, most) + 1), key=matrices_in_turn)
 
 
 MIN_DIVIDED = 4  # heads that a sum in parts has at least: adding parts takes two more kernels. Not measured

@@ -26,6 +26,8 @@ from quackish.ops.attention.arguments import (
     QueriesArgs,
     RowsArgs,
     ScoreArgs,
+    SmallBackwardArgs,
+    SmallForwardArgs,
     Strided,
 )
 from quackish.ops.attention.config import bias_parts
@@ -57,7 +59,7 @@ from quackish.ops.attention.score_problems import (
 )
 from quackish.ops.shared.signatures import PerSignature
 
-_OF_PRODUCT: dict[str, Any] = dict(bias_dtype=None, bias_aligned=True, mask_aligned=False, short=False)
+_OF_PRODUCT: dict[str, Any] = dict(bias_dtype=None, bias_aligned=True, mask_aligned=False)
 
 
 def why_unsupported(inputs: Inputs, need_dbias: bool = False) -> str:
@@ -134,22 +136,31 @@ class AttentionSteps:
         """Launches one kernel."""
         inputs, call = self._prepare_call(inputs, options)
         out, lse, residual = self.empty(*call.o.memory), self.empty(*call.rows), self.empty(*call.rows)
-        args = by_name(ForwardArgs)(
-            scores=call.scores(inputs, plan), o=strided_at(out.data_ptr(), *call.o.strides), lse=lse.data_ptr(),
-            lse_residual=residual.data_ptr(),
-        )  # fmt: skip
-        self._launch(call.kernel(AttentionForwardProblem), args)
+        results: dict[str, Any] = dict(
+            o=strided_at(out.data_ptr(), *call.o.strides), lse=lse.data_ptr(), lse_residual=residual.data_ptr()
+        )
+        if call.is_small:
+            args = by_name(SmallForwardArgs)(scores=call.scores(inputs, plan), **results, **call.items)
+            self._launch(call.small_forward(), args)
+        else:
+            args = by_name(ForwardArgs)(scores=call.scores(inputs, plan), **results)
+            self._launch(call.kernel(AttentionForwardProblem), args)
         return out, lse, residual
 
     def backward(
         self, do: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, residual: Tensor, inputs: Inputs,
         options: Options, need_dbias: bool, plan: Tensor | None,
     ) -> Gradients:  # fmt: skip
-        """Launches a kernel for statistics of rows, one for dk and dv, one for dq, and one for a broadcast bias."""
+        """Launches one kernel if the call `is_small`.
+
+        Otherwise: one for statistics of rows, one for dk and dv, one for dq, and one for a broadcast bias.
+        """
         inputs, call = self._prepare_call(inputs, options)
         q, _, _, bias, _ = inputs
         do, out, lse, residual = _aligned(do), _aligned(out), lse.contiguous(), residual.contiguous()
         dlse = None if dlse is None else dlse.float().contiguous()
+        if call.is_small:
+            return self._small_backward(do, dlse, out, lse, residual, inputs, need_dbias, plan, call)
         batch, heads, num_q, d = q.shape
         need_dbias = need_dbias and bias is not None
         in_place = need_dbias and bias.shape[:2] == q.shape[:2]  # not broadcast
@@ -214,8 +225,30 @@ class AttentionSteps:
             bias_heads=heads,
         )  # fmt: skip
         in_parts = parts > 1 and bias.dtype != torch.float32  # in fp32 both are one kernel
-        self._launch(call.kernel(AttentionBiasProblem, short=False, in_parts=in_parts), args)
+        self._launch(call.kernel(AttentionBiasProblem, in_parts=in_parts), args)
         return sums.sum(0).to(bias.dtype) if parts > 1 else sums
+
+    def _small_backward(
+        self, do: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, residual: Tensor, inputs: Inputs,
+        need_dbias: bool, plan: Tensor | None, call: Prepared,
+    ) -> Gradients:  # fmt: skip
+        bias, parts, sums = inputs.bias, call.items["parts"], None
+        if need_dbias and bias is not None and parts > 1:
+            shape = (parts, *bias.shape)
+            sums = self.empty(shape, contiguous_strides(shape), torch.float32)
+        elif need_dbias and bias is not None:
+            sums = self._rows_of_16_bytes(bias.shape, bias.dtype)
+        dq, dk, dv = self.empty(*call.o.memory), self.empty(*call.dk.memory), self.empty(*call.dv.memory)
+        args = by_name(SmallBackwardArgs)(
+            scores=call.scores(inputs, plan), do=strided(do), o=strided(out), lse=lse.data_ptr(),
+            lse_residual=residual.data_ptr(), dlse=address(dlse), dq=strided_at(dq.data_ptr(), *call.o.strides),
+            dk=strided_at(dk.data_ptr(), *call.dk.strides), dv=strided_at(dv.data_ptr(), *call.dv.strides),
+            dbias=None if sums is None else Strided(sums.data_ptr(), *sums.stride()[-4:-1]),
+            part=0 if sums is None else sums.stride(0), **call.items,
+        )  # fmt: skip
+        self._launch(call.small_backward(dlse is not None, None if sums is None else sums.dtype), args)
+        dbias = sums if sums is None or parts == 1 else sums.sum(0).to(bias.dtype)
+        return Gradients(dq, dk, dv, dbias)
 
     def _rows_of_16_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Uninitialized memory whose rows start on 16 bytes: if their sizes do not, there is more between them."""

@@ -12,6 +12,7 @@ from quackish.device.arguments import by_name
 from quackish.device.cuda import dtype_name, name_of
 from quackish.device.work import ceil_div
 from quackish.ops.attention.arguments import BLOCK, ScoreArgs, Strided
+from quackish.ops.attention.config import small_parts
 from quackish.ops.attention.mask_plan import contiguous_strides, layout_of_plan
 from quackish.ops.attention.problems import AttentionMaskProblem, AttentionOrderProblem, AttentionRowsProblem
 from quackish.ops.attention.reference import Inputs, Options, strides_like
@@ -21,6 +22,7 @@ from quackish.ops.attention.score_problems import (
     AttentionProblem,
     AttentionQueriesProblem,
 )
+from quackish.ops.attention.small_problems import AttentionSmallBackwardProblem, AttentionSmallForwardProblem
 
 UNBOUNDED = 1 << 30
 
@@ -61,10 +63,8 @@ class Prepared:
         self._find = find
         self._kernels: dict[tuple, Kernel] = {}
         self.d, of_keys = (d + 31) // 32 * 32, mask_of_keys(inputs)
-        is_small = self.d == 32 and bias_aligned and (mask is None or of_keys)
-        short = is_small and max(num_q, num_k) <= BLOCK and bias is not None and bias.shape[0] < batch
-        plain = is_small and options.softcap is None and not options.has_band
-        plain = plain and not short and (bias is None or bias.itemsize == 2)
+        plain = self.d == 32 and bias_aligned and (mask is None or of_keys)
+        plain = plain and options.softcap is None and not options.has_band and (bias is None or bias.itemsize == 2)
         wide_q, wide_k = (plain and _tile_rows(n, 3) <= _tile_rows(n, 2) for n in (num_q, num_k))
         self._wide = {
             AttentionForwardProblem: wide_q, AttentionQueriesProblem: wide_q, AttentionKeysProblem: wide_k,
@@ -72,8 +72,17 @@ class Prepared:
         self._fields: dict[str, Any] = dict(
             dtype=name_of(q.dtype), d=self.d, bias_dtype=dtype_name(bias), bias_aligned=bias_aligned,
             mask=mask is not None, mask_aligned=mask_aligned or of_keys, softcap=options.softcap is not None,
-            band=options.has_band, mask_of_keys=of_keys, short=short,
+            band=options.has_band, mask_of_keys=of_keys,
         )  # fmt: skip
+
+        # forward and the whole backward in one kernel each
+        self._of_small = dict(mask_aligned=of_keys, pairs=max(num_q, num_k) <= BLOCK)
+        self.is_small = self.d == 32 and max(num_q, num_k) <= 2 * BLOCK and heads == k_heads and options.softcap is None
+        batches, bias_heads = (batch, heads) if bias is None else bias.shape[:2]
+        workers = max_ctas * (2 if self._of_small["pairs"] else 1)
+        parts = small_parts(batch // batches * (heads // bias_heads), batches * bias_heads, workers)
+        self.items = dict(parts=parts, batches=batches, bias_heads=bias_heads)  # of `SmallForwardArgs`
+        self.owns_bias = (batches, bias_heads) == (batch, heads)  # it is not broadcast
 
         # results
         self.o, self.dk, self.dv = Result.like(q), Result.like(k), Result.like(v)
@@ -84,12 +93,13 @@ class Prepared:
 
         # arguments
         self._strides = [legal_strides(t.shape, t.stride()) for t in (q, k, v)]
+        by_tma = mask_aligned and not of_keys and not self.is_small
         self._of_bias, self._of_mask = (
             None if t is None else broadcast_strides(t.shape, t.stride(), is_aligned)
-            for t, is_aligned in ((bias, bias_aligned), (mask, mask_aligned and not of_keys))
+            for t, is_aligned in ((bias, bias_aligned), (mask, by_tma))
         )
         self._plan = None if mask is None else layout_of_plan(tuple(mask.shape), num_q, num_k)
-        self._ordered = mask is not None and not options.has_band and not of_keys
+        self._ordered = mask is not None and not options.has_band and not of_keys and not self.is_small
         bounds = (_bounded(options.left), _bounded(options.right)) if options.has_band else (None, None)
         self._numbers = (
             options.scale, options.softcap, *bounds, batch, heads, heads // k_heads, num_q, num_k, d, max_ctas,
@@ -105,6 +115,17 @@ class Prepared:
             shared |= {"wide": self._wide[kind] and not fields.get("dbias")} if kind in self._wide else {}
             found = self._kernels[key] = self._find(kind(**shared | fields))
         return found
+
+    def small_forward(self) -> Kernel:
+        return self.kernel(AttentionSmallForwardProblem, **self._of_small)
+
+    def small_backward(self, dlse: bool, dbias_dtype: torch.dtype | None) -> Kernel:
+        f = self._fields
+        ds_is_dbias = dbias_dtype is not None and self.owns_bias and name_of(dbias_dtype) == f["dtype"]
+        return self.kernel(
+            AttentionSmallBackwardProblem, dlse=dlse, dbias_dtype=dbias_dtype and name_of(dbias_dtype),
+            ds_is_dbias=ds_is_dbias, **self._of_small,
+        )  # fmt: skip
 
     def scores(self, inputs: Inputs, plan: Tensor | None) -> ScoreArgs:
         """What the scores depend on, with the order of queries' tiles."""

@@ -31,6 +31,7 @@ from quackish.ops.attention.score_problems import (
     AttentionProductProblem,
     AttentionQueriesProblem,
 )
+from quackish.ops.attention.small_problems import AttentionSmallBackwardProblem, AttentionSmallForwardProblem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +131,20 @@ def _bias_work(p: AttentionBiasProblem, s: Sizes) -> Work:
     return dataclasses.replace(work, bytes_written=written)
 
 
+def _small_forward_work(p: AttentionSmallForwardProblem, s: Sizes) -> Work:
+    return _scores_work(p, s, matmuls=2, rows=2)  # q, o
+
+
+def _small_backward_work(p: AttentionSmallBackwardProblem, s: Sizes) -> Work:
+    """All heads have their own keys."""
+    work = _scores_work(p, s, matmuls=5, rows=4)  # q, do, o
+    of_q, of_k = (s["batch"] * s["heads"] * s[n] * s["d"] * bytes_of(p.dtype) for n in ("num_q", "num_k"))
+    of_rows = s["batch"] * s["heads"] * s["num_q"] * (4 + 4 * p.dlse)  # lse and its gradient
+    matrices = s["parts"] * s["batches"] * s["bias_heads"] if p.dbias_dtype else 0
+    written = of_q + 2 * of_k + matrices * s["num_q"] * s["num_k"] * bytes_of(p.dbias_dtype)
+    return dataclasses.replace(work, bytes_read=work.bytes_read + of_rows, bytes_written=written)
+
+
 def _matrices(s: Sizes, of: str) -> int:
     """The number of matrices (num_q, num_k) of a bias or a mask."""
     return s.get(f"{of}_batch", 0) * s.get(f"{of}_heads", 0)
@@ -201,5 +216,14 @@ SPECS = (
     _spec(
         "backward_bias_sm90:AttentionBiasSm90", "attention_bwd_bias", (*_SIZES, "parts"), _bias_work,
         AttentionBiasProblem(_B, 64, _B), "dbias",
+    ),
+    _spec(
+        "small_forward_sm90:AttentionSmallForwardSm90", "attention_small_fwd", _SIZES, _small_forward_work,
+        AttentionSmallForwardProblem(_B, 32, _B, False), "o", "lse",
+    ),
+    _spec(
+        "small_backward_sm90:AttentionSmallBackwardSm90", "attention_small_bwd",
+        (*_SIZES, "parts", "batches", "bias_heads"), _small_backward_work,
+        AttentionSmallBackwardProblem(_B, 32, _F, False, dbias_dtype=_F), "dq", "dk", "dv", "dbias",
     ),
 )  # fmt: skip

@@ -33,9 +33,6 @@ class AttentionProblem:
     softcap: bool = False
     # The mask is the same for all queries, and for the heads that share a head of keys. `mask_aligned` is True.
     mask_of_keys: bool = False
-    # At most BLOCK queries and keys, a bias that is the same for all batches, and no mask but one of keys: a CTA has
-    # two batches at a time, one per warp group.
-    short: bool = False
     # Tiles of three warp groups need no more rows than tiles of two, at d 32, without causality, window, softcap, a
     # mask but one of keys, a bias that is fp32 or unaligned, and dbias of the kernel for dk and dv, which would spill
     # registers. Forward and backward of B 768, H 4, L 768 take 5.24 ms with three and 5.70 with two (H200).
@@ -44,24 +41,16 @@ class AttentionProblem:
     # What differs between the kernels
     own: ClassVar[tuple[str, ...]]  # tensors of d columns whose tiles a warp group keeps during an item
     loaded: ClassVar[tuple[str, ...]]  # tensors of d columns whose tiles are loaded per stage
-    tiles: ClassVar[tuple[int, ...]] = (128, 64)  # legal values of `AttentionConfig.tile`
+    num_wgs: ClassVar[tuple[int, ...]] = (2, 3)  # legal values of `AttentionConfig.num_wgs`
+    tiles: ClassVar[tuple[int, ...]] = (128, 64)  # of `AttentionConfig.tile`
     min_stages: ClassVar[int] = 1
     max_stages: ClassVar[int] = 4  # of the rule
     preferred: ClassVar[tuple[tuple[int, int], ...]]  # (tile, smallest number of stages), the best first
 
     @property
-    def batches(self) -> int:
-        """Batches of an item."""
-        return 2 if self.short else 1
-
-    def rows(self, num_wgs: int) -> int:
-        """Rows of a CTA's tile."""
-        return BLOCK if self.short else BLOCK * num_wgs
-
-    @property
     def choices(self) -> tuple[tuple[int, int], ...]:
         """What the rule takes of `preferred`."""
-        return tuple((tile, stages) for tile, stages in self.preferred if tile <= BLOCK or not self.short)
+        return self.preferred
 
     @property
     def own_stages(self) -> tuple[int, ...]:
@@ -93,11 +82,11 @@ class AttentionProblem:
 
     def own_bytes(self, rows: int, tile: int) -> int:
         """Shared memory for what a CTA keeps during an item. rows: those of its own tile."""
-        return len(self.own) * self.batches * rows * self.d * 2
+        return len(self.own) * rows * self.d * 2
 
     def stage_bytes(self, rows: int, tile: int) -> int:
         """Shared memory per stage of loaded tiles. rows: those of a CTA's own tile."""
-        of_tiles = len(self.loaded) * self.batches * tile * self.d * 2
+        of_tiles = len(self.loaded) * tile * self.d * 2
         return of_tiles + rows * tile * (self.bias_bytes + self.mask_by_tma)
 
     def result_bytes(self, rows: int, tile: int) -> int:
@@ -183,7 +172,7 @@ class AttentionKeysProblem(AttentionProblem):
         return self.dbias and self.bias_dtype != "float32"
 
     def stage_bytes(self, rows: int, tile: int) -> int:
-        return super().stage_bytes(rows, tile) + self.batches * tile * STATS_BYTES
+        return super().stage_bytes(rows, tile) + tile * STATS_BYTES
 
     def result_bytes(self, rows: int, tile: int) -> int:
         return 2 * rows * tile * self.dbias_by_tma
@@ -218,7 +207,7 @@ class AttentionQueriesProblem(AttentionProblem):
     preferred = ((128, 3), (64, 2))
 
     def own_bytes(self, rows: int, tile: int) -> int:
-        return super().own_bytes(rows, tile) + self.batches * rows * STATS_BYTES
+        return super().own_bytes(rows, tile) + rows * STATS_BYTES
 
     def live_registers(self, tile: int) -> int:
         of_scores = tile // 4 * self.has_unaligned + tile // 2 * self.softcap

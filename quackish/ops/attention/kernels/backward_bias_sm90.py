@@ -6,8 +6,6 @@ A CTA has a tile of dbias, (num_wgs blocks of 64 queries) x (tile keys), and sum
 fixed order. It loads its tile of the bias once. The parts are summed by whoever launches it.
 """
 
-from typing import NamedTuple
-
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
@@ -16,23 +14,12 @@ from cutlass import Float32, Int32, Int64, const_expr, pipeline
 from quackish.kernels.memory import vector_at
 from quackish.ops.attention.arguments import BLOCK, BiasArgs, ScoreArgs
 from quackish.ops.attention.kernels.base_sm90 import AttentionSm90, Tiles
+from quackish.ops.attention.kernels.bias_items import BiasItem, BiasItems
 from quackish.ops.attention.kernels.cta import Cta
-from quackish.ops.attention.kernels.items import Head
 from quackish.ops.attention.kernels.scores import ScoreBlock
 
 
-class BiasItem(NamedTuple):
-    """A CTA's unit of work: a tile of dbias, and the heads [first, last) that are summed."""
-
-    head: Head  # of dbias
-    tile_q: Int32
-    tile_k: Int32
-    part: Int32
-    first: Int32
-    last: Int32
-
-
-class AttentionBiasSm90(AttentionSm90):
+class AttentionBiasSm90(BiasItems, AttentionSm90):
     rows_are_queries = True
     stats_of = "loaded"
 
@@ -59,42 +46,14 @@ class AttentionBiasSm90(AttentionSm90):
         self.launch(tensors, args, stream)
 
     @cute.jit
-    def items(self, args: BiasArgs) -> Int32:
-        s = args.scores
-        tiles = cute.ceil_div(s.num_q, self.tile_q) * cute.ceil_div(s.num_k, self.tile_k)
-        return tiles * args.batches * args.bias_heads * args.parts
-
-    @cute.jit
     def item(self, turn: Int32, args: BiasArgs) -> BiasItem:
-        s, i = args.scores, self.in_turn(turn)
-        tiles_k, tiles_q = cute.ceil_div(s.num_k, self.tile_k), cute.ceil_div(s.num_q, self.tile_q)
-        tile_k, i = i % tiles_k, i // tiles_k
-        tile_q, i = i % tiles_q, i // tiles_q
-        head, i = i % args.bias_heads, i // args.bias_heads
-        batch, part = i % args.batches, i // args.batches
-        summed = (s.batch // args.batches) * (s.heads // args.bias_heads)
-        first, last = part * summed // args.parts, (part + 1) * summed // args.parts
+        s, item = args.scores, self.bias_item(self.in_turn(turn), args)
         if const_expr(self.problem.band):  # tiles without keys that take part are 0
-            q0, k0 = tile_q * self.tile_q, tile_k * self.tile_k
+            q0, k0, last = item.tile_q * self.tile_q, item.tile_k * self.tile_k, item.last
             if (k0 + self.tile_k - 1 + s.left < q0) | (k0 > q0 + self.tile_q - 1 + s.right):
-                last = first
-        return BiasItem(
-            head=Head(batch, head, Int32(0)), tile_q=tile_q, tile_k=tile_k, part=part, first=first, last=last
-        )
-
-    @cute.jit
-    def head_at(self, i: Int32, args: BiasArgs, head: Head) -> Head:
-        """The i-th head that is summed; `head` is that of dbias."""
-        s = args.scores
-        per_batch = s.heads // args.bias_heads
-        batch = i // per_batch if args.batches == 1 else head.batch
-        query_head = i % per_batch if args.bias_heads == 1 else head.query_head
-        return Head(batch, query_head, query_head // s.group)
-
-    @cute.jit
-    def place(self, n: Int32, item: BiasItem, args: BiasArgs):
-        """The walk is over heads."""
-        return self.head_at(n, args, item.head), item.tile_q * self.tile_q, item.tile_k * self.tile_k
+                last = item.first
+            item = item._replace(last=last)
+        return item
 
     def bias_policy(self, args: ScoreArgs):
         """None: other CTAs read the same bias."""
@@ -175,8 +134,7 @@ class AttentionBiasSm90(AttentionSm90):
 
     @cute.jit
     def write_total(self, total: cute.Tensor, args: BiasArgs, item: BiasItem, block: ScoreBlock):
-        s, t, head = args.scores, args.dbias, item.head
-        base = t.base + (Int64(item.part) * args.part + Int64(head.batch) * t.batch + Int64(head.query_head) * t.head)
+        s, t, base = args.scores, args.dbias, self.start_of_part(args, item)
         for v in cutlass.range_constexpr(0, cute.size(total), 2):
             q, k = self.position(block, v)
             if (q < s.num_q) & (k < s.num_k):  # rows have room for a multiple of 8 columns

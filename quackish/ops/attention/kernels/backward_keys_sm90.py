@@ -12,7 +12,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
 from quackish.kernels.arguments import DTYPES
 from quackish.kernels.memory import vector_at
@@ -22,7 +22,7 @@ from quackish.ops.attention.kernels.base_sm90 import AttentionSm90, Tiles
 from quackish.ops.attention.kernels.cta import Cta
 from quackish.ops.attention.kernels.items import Head
 from quackish.ops.attention.kernels.mask_walk import class_of
-from quackish.ops.attention.kernels.scores import ScoreBlock, pair_rows
+from quackish.ops.attention.kernels.scores import ScoreBlock
 from quackish.ops.attention.kernels.swizzled_tile import SwizzledTile
 
 
@@ -66,29 +66,23 @@ class AttentionKeysSm90(AttentionSm90):
     def items(self, args: KeysArgs) -> Int32:
         """Items are tiles of keys."""
         s = args.scores
-        return cute.ceil_div(s.num_k, self.tile_k) * (s.heads // s.group) * self.batch_items(s)
+        return cute.ceil_div(s.num_k, self.tile_k) * (s.heads // s.group) * s.batch
 
     @cute.jit
     def rank_and_head(self, i: Int32, s: ScoreArgs):
         heads, tiles = s.heads // s.group, cute.ceil_div(s.num_k, self.tile_k)
         # With dbias, head after head: the next kernel finds more of it in the L2.
         if const_expr(self.problem.band or (self.problem.mask and not self.problem.dbias)):
-            rank, head = i // (heads * self.batch_items(s)), i % (heads * self.batch_items(s))
+            rank, head = i // (heads * s.batch), i % (heads * s.batch)
         else:
             rank, head = i % tiles, i // tiles
-        batch = head // heads
-        if const_expr(self.problem.batches > 1):
-            batch = batch * self.problem.batches
-        return rank, Head(batch, head % heads * s.group, head % heads)
+        return rank, Head(head // heads, head % heads * s.group, head % heads)
 
     @cute.jit
     def item_at(self, tile: Int32, head: Head, s: ScoreArgs) -> KeyItem:
         first, last = self.query_tiles(s, tile * self.tile_k, self.tile_k, self.tile_q)
         if const_expr(self.problem.mask_of_keys):
-            some = Boolean(False)
-            for of in self.heads_of(head, s):
-                of_batch, _ = class_of(s, of.batch, of.query_head, Int32(0), tile * self.tile_k, (1, self.tile_k))
-                some = some | of_batch
+            some, _ = class_of(s, head.batch, head.query_head, Int32(0), tile * self.tile_k, (1, self.tile_k))
             last = last if some else first
         return KeyItem(
             head=head, tile=tile, first=Int32(0), last=s.group * (last - first), first_of_head=first,
@@ -106,14 +100,11 @@ class AttentionKeysSm90(AttentionSm90):
         """Loads the n-th tile of q and do, and of bias and mask for an item's keys."""
         barrier = cta.loaded.producer_get_barrier(state)
         head, q0, _ = self.place(n, item, cta.args)
-        tile_q, heads = q0 // self.tile_q, self.heads_of(head, cta.args.scores)
+        tile_q = q0 // self.tile_q
         for name in ("q", "do"):
-            for g in cutlass.range_constexpr(len(heads)):
-                part = self.part(cta, name, heads[g].query_head, heads[g].batch)
-                self.load(part, tile_q, 0, self.tile_of_stage(state.index, g), barrier)
+            self.load(self.part(cta, name, head.query_head, head.batch), tile_q, 0, state.index, barrier)
         self.load_scores(cta, head, tile_q, item.tile, state, is_full)
-        for g in cutlass.range_constexpr(len(heads)):
-            self.load_stats(cta, heads[g], tile_q, self.tile_of_stage(state.index, g), barrier)
+        self.load_stats(cta, head, tile_q, state.index, barrier)
 
     @cute.jit
     def consume(self, cta: Cta, wg: Int32, thread: Int32):
@@ -128,22 +119,20 @@ class AttentionKeysSm90(AttentionSm90):
         tanhs = cute.make_rmem_tensor(x.layout, Float32) if const_expr(self.problem.softcap) else None
         own = self.own_state(wg)
         read = self.loaded_state()
-        row_wg = self.rows_of_wg(wg)
         self.start_pingpong(wg)
         for _ in cutlass.range(self.turns(args), unroll=1):
             item = self.own_item(cta, own)
             k, v = self.load_own(operands, cta, own.index, thread)
-            item = item._replace(head=self.head_of_wg(item.head, s, wg))
-            kept = self.kept_rows(s, item, row_wg, thread)
+            kept = self.kept_rows(s, item.head, item.tile * self.tile_k + wg * BLOCK, thread)
             dk.fill(0.0)
             dv.fill(0.0)
             if const_expr(self.ahead):
                 if item.first < item.last:
                     loaded.consumer_wait(read)
-                    self.multiply(x, *k, rQ[None, None, None, self.tile_of_stage(read.index, wg)])
+                    self.multiply(x, *k, rQ[None, None, None, read.index])
                     cute.nvgpu.warpgroup.wait_group(0)
             for j in cutlass.range(item.first, item.last, unroll=1):
-                tile = self.tile_of_stage(read.index, wg)
+                tile = read.index
                 if const_expr(not self.ahead):
                     loaded.consumer_wait(read)
                     self.wait_to_issue(wg)
@@ -152,7 +141,7 @@ class AttentionKeysSm90(AttentionSm90):
                 self.let_next_issue(wg)
                 n, is_full = self.loaded_tile(cta.walk, read.index, j, self.problem.mask_aligned)
                 of_query, q0, k0 = self.place(n, item, args)
-                block = ScoreBlock(of_query, q0=q0, k0=k0 + row_wg * BLOCK, wg=row_wg, thread=thread)
+                block = ScoreBlock(of_query, q0=q0, k0=k0 + wg * BLOCK, wg=wg, thread=thread)
                 per_lane = const_expr(self.tile_q // 32)
                 values, delta = (self.per_column(shared.stats[None, r, tile].iterator, thread) for r in range(2))
                 of_lane = vector_at(shared.stats[None, 0, tile].iterator, thread % 32 * per_lane, per_lane)
@@ -191,7 +180,7 @@ class AttentionKeysSm90(AttentionSm90):
                 if const_expr(self.ahead):
                     if j + 1 < item.last:
                         loaded.consumer_wait(read)
-                        self.multiply(x, *k, rQ[None, None, None, self.tile_of_stage(read.index, wg)])
+                        self.multiply(x, *k, rQ[None, None, None, read.index])
                 if const_expr(self.staged is not None):
                     self.write_dbias(cta, block)
                 # dk: in flight at the end of the loop, ptxas waits for each WGMMA at once
@@ -200,7 +189,7 @@ class AttentionKeysSm90(AttentionSm90):
             own = self.release_own(cta.own, own)
             for i in cutlass.range_constexpr(cute.size(dk)):
                 dk[i] = dk[i] * s.scale
-            k0, head = item.tile * self.tile_k + row_wg * BLOCK, item.head
+            k0, head = item.tile * self.tile_k + wg * BLOCK, item.head
             for result, to in ((dk, args.dk), (dv, args.dv)):
                 self.zero_rows(result, kept)
                 base = to.base + (Int64(head.batch) * to.batch + Int64(head.key_head) * to.head)
@@ -209,20 +198,6 @@ class AttentionKeysSm90(AttentionSm90):
         if const_expr(self.staged is not None):  # shared memory is read until then
             if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-    def kept_rows(self, s: ScoreArgs, item: KeyItem, row_wg: Int32, thread: Int32) -> list | None:
-        """What a mask of keys says of the thread's two rows, 0 where it leaves out the key; None without one."""
-        if not self.problem.mask_of_keys:
-            return None
-        first = item.tile * self.tile_k + row_wg * BLOCK + pair_rows(thread)
-        return [self.keep(s, item.head, first + 8 * r) for r in range(2)]
-
-    @cute.jit
-    def zero_rows(self, acc: cute.Tensor, kept):
-        """acc = 0 in rows of keys that the mask of keys leaves out, where it is garbage. kept: of `kept_rows`."""
-        if const_expr(kept is not None):
-            for i in cutlass.range_constexpr(cute.size(acc)):
-                acc[i] = acc[i] if kept[i // 2 % 2] != 0 else Float32(0.0)
 
     @cute.jit
     def store_dbias(self, dbias: cute.Tensor, cta: Cta, block: ScoreBlock):

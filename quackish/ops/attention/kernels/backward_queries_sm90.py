@@ -44,11 +44,9 @@ class AttentionQueriesSm90(AttentionSm90):
     @cute.jit
     def load_tile(self, cta: Cta, item: Item, n: Int32, state, is_full):
         """Loads tile n of k and v, and of bias and mask for an item's queries."""
-        heads, barrier = self.heads_of(item.head, cta.args.scores), cta.loaded.producer_get_barrier(state)
+        head, barrier = item.head, cta.loaded.producer_get_barrier(state)
         for name in ("k", "v"):
-            for g in cutlass.range_constexpr(len(heads)):
-                part = self.part(cta, name, heads[g].key_head, heads[g].batch)
-                self.load(part, n, 0, self.tile_of_stage(state.index, g), barrier)
+            self.load(self.part(cta, name, head.key_head, head.batch), n, 0, state.index, barrier)
         self.load_scores(cta, item.head, item.tile, n, state, is_full)
 
     @cute.jit
@@ -65,22 +63,19 @@ class AttentionQueriesSm90(AttentionSm90):
         shifts, delta = stats[None, 0], self.per_row(stats[None, 1])
         own = self.own_state(wg)
         read, previous = self.loaded_state(), self.loaded_state()
-        row_wg = self.rows_of_wg(wg)
         self.start_pingpong(wg)
         for _ in cutlass.range(self.turns(args), unroll=1):
             item = self.own_item(cta, own)
             q, do = self.load_own(operands, cta, own.index, thread)
-            item = item._replace(head=self.head_of_wg(item.head, s, wg))
-            q0 = item.tile * self.tile_q + row_wg * BLOCK
-            block = ScoreBlock(item.head, q0=q0, k0=Int32(0), wg=row_wg, thread=thread)
+            q0 = item.tile * self.tile_q + wg * BLOCK
+            block = ScoreBlock(item.head, q0=q0, k0=Int32(0), wg=wg, thread=thread)
             self.read_stats(stats, shared.stats[None, None, own.index], Int32(0), thread)
             dq.fill(0.0)
             for j in cutlass.range(item.first, item.last, unroll=1):
                 loaded.consumer_wait(read)
-                tile = self.tile_of_stage(read.index, wg)
                 self.wait_to_issue(wg)
-                self.multiply(x, *q, rK[None, None, None, tile])
-                self.multiply(dp, *do, rV[None, None, None, tile])
+                self.multiply(x, *q, rK[None, None, None, read.index])
+                self.multiply(dp, *do, rV[None, None, None, read.index])
                 self.let_next_issue(wg)
                 n, is_full = self.loaded_tile(cta.walk, read.index, j)
                 at = block._replace(k0=n * self.tile_k)
@@ -99,7 +94,7 @@ class AttentionQueriesSm90(AttentionSm90):
                     if const_expr(tanhs is not None):
                         x[v] = x[v] * (1.0 - tanhs[v] * tanhs[v])
                 self.round_to_operand(ds, x)
-                self.multiply(dq, [dq_mma], ds, rKt[None, None, None, tile])
+                self.multiply(dq, [dq_mma], ds, rKt[None, None, None, read.index])
                 read.advance()
             cute.nvgpu.warpgroup.wait_group(0)
             if item.last > item.first:

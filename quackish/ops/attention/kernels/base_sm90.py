@@ -13,10 +13,10 @@ from cutlass import Float32, Int32, const_expr, pipeline
 
 from quackish.kernels.arguments import DTYPES, fake_args
 from quackish.kernels.dependent_launch import after_previous
-from quackish.ops.attention.arguments import BLOCK, ScoreArgs
+from quackish.ops.attention.arguments import BLOCK
 from quackish.ops.attention.config import REGISTERS, AttentionConfig, own_in_registers
 from quackish.ops.attention.kernels.cta import Cta, PerTensor
-from quackish.ops.attention.kernels.items import AttentionItems, Head
+from quackish.ops.attention.kernels.items import AttentionItems
 from quackish.ops.attention.kernels.loads import TileLoads
 from quackish.ops.attention.kernels.matmuls import Matmuls
 from quackish.ops.attention.kernels.own_tiles import OwnTiles
@@ -50,12 +50,12 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
         self.problem, self.config = problem, config
         self.dtype, self.d = DTYPES[problem.dtype], problem.d
         self.own_in_registers = own_in_registers(problem, config)
-        rows, other = problem.rows(config.num_wgs), config.tile
-        self.tile_q, self.tile_k = (rows, other) if self.rows_are_queries else (other, rows)
+        self.tile_q, self.tile_k = self.tile_sizes()
+        other = config.tile
         self.block_q, self.block_k = (BLOCK, other) if self.rows_are_queries else (other, BLOCK)
         # A mask of keys leaves all scores of a key or none: the kernel for dk and dv clears rows of its results.
         self.masks_scores = problem.mask and (self.rows_are_queries or not problem.mask_of_keys)
-        self.walks = self.masks_scores and not problem.short  # leaves out tiles without keys
+        self.walks = self.masks_scores  # leaves out tiles without keys
         # Waits for x and dp together: both take little time, and the exponentials then overlap with what follows them.
         # At d 32 the kernels for dbias and for dk and dv take 6 % less time so, and that for dq 2 % more (H200).
         self.waits_once = self.d == 32
@@ -68,22 +68,26 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
             self.mask = SwizzledTile(cutlass.Uint8, self.tile_q, self.tile_k)
         self.tiles = self.shared_tiles()
 
+    def tile_sizes(self) -> tuple[int, int]:
+        """(queries, keys) of a tile of scores"""
+        rows, other = BLOCK * self.config.num_wgs, self.config.tile
+        return (rows, other) if self.rows_are_queries else (other, rows)
+
     def shared_tiles(self) -> dict[str, Tiles]:
         """By the names in `PerTensor`, in the order in which they are allocated."""
-        stages, batches = self.config.num_stages, self.problem.batches
+        stages = self.config.num_stages
         scores = {"mask": self.mask} if self.keeps_bias else {"bias": self.bias, "mask": self.mask}
         return {
             **{name: Tiles(self.own, self.num_own) for name in self.problem.own},
-            **{name: Tiles(self.other, stages * batches) for name in self.problem.loaded},
+            **{name: Tiles(self.other, stages) for name in self.problem.loaded},
             **{name: Tiles(tile, stages) for name, tile in scores.items() if tile is not None},
         }
 
     @property
     def stage_bytes(self) -> int:
         """The bytes that are loaded per stage of `Cta.loaded`."""
-        of_values = self.problem.batches * self.other.bytes if self.v_has_pipeline else 0
-        rows = self.problem.rows(self.config.num_wgs)
-        return self.problem.stage_bytes(rows, self.config.tile) - of_values
+        of_values = self.other.bytes if self.v_has_pipeline else 0
+        return self.problem.stage_bytes(BLOCK * self.config.num_wgs, self.config.tile) - of_values
 
     @property
     def rows_of_stats(self) -> int:
@@ -140,8 +144,7 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
             if warp == 0:
                 self.produce(cta)
             elif warp == 1:
-                if const_expr(self.problem.own):
-                    self.produce_own(cta)
+                self.produce_in_second_warp(cta)
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
             self.consume(cta, wg - 1, tid % 128)
@@ -151,21 +154,20 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
         """Allocates shared memory and makes pipelines.
 
         Own tiles: (BLOCK, d, own stages). Loaded tiles: (tile, d, stages). Bias and mask: (tile_q, tile_k, stages).
-        Statistics: (rows_of_stats, 2, stages) fp32. Loaded tiles and their statistics have `batches` per stage.
+        Statistics: (rows_of_stats, 2, stages) fp32.
         """
-        c, smem, batches = self.config, cutlass.memory.SmemAllocator(), self.problem.batches
-        own = self.problem.own
+        c, smem, own = self.config, cutlass.memory.SmemAllocator(), self.problem.own
         walk, items = self.allocate_walk(smem), self.allocate_items(smem) if own else None
         shared = {name: tile.allocate(smem, count) for name, (tile, count) in self.tiles.items()}
         if self.stats_of is not None:
-            stages = self.num_own if self.stats_of == "own" else c.num_stages * batches
+            stages = self.num_own if self.stats_of == "own" else c.num_stages
             layout = cute.make_layout((self.rows_of_stats, 2, stages))
             shared["stats"] = smem.allocate_tensor(Float32, layout, 128)
         return Cta(
             args=args, tma=tma, shared=PerTensor(**shared), walk=walk, items=items,
             own=self.pipeline(self.num_own, self.own_stage_bytes, 1) if own else None,
             loaded=self.pipeline(c.num_stages, self.stage_bytes, c.num_wgs),
-            values=self.pipeline(c.num_stages, batches * self.other.bytes, c.num_wgs) if self.v_has_pipeline else None,
+            values=self.pipeline(c.num_stages, self.other.bytes, c.num_wgs) if self.v_has_pipeline else None,
             biases=self.pipeline(c.own_stages, self.bias.bytes, c.num_wgs) if self.keeps_bias else None,
         )  # fmt: skip
 
@@ -177,27 +179,16 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
             consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 4 * num_wgs), defer_sync=True,
         )  # fmt: skip
 
-    # What differs between warp groups: their rows of one head, or with `short` their batches.
-
-    def tile_of_stage(self, stage: Int32, g: int | Int32) -> Int32:
-        """Which loaded tile of a stage is that of batch g of an item; g: also a warp group, which reads its batch."""
-        return stage if self.problem.batches == 1 else stage * self.problem.batches + g
-
-    def head_of_wg(self, head: Head, s: ScoreArgs, wg: Int32) -> Head:
-        if self.problem.short:
-            return head._replace(batch=cutlass.min(head.batch + wg, s.batch - 1))
-        return head
-
-    def rows_of_wg(self, wg: Int32) -> Int32:
-        """Which block of the CTA's rows a warp group has."""
-        return Int32(0) if self.problem.short else wg
-
     def wait_at_start(self):
         """Waits for the previous kernel, while the barriers are initialized."""
         after_previous()
 
     def wait_at_end(self):
         """Waits for the previous kernel if `wait_at_start` did not."""
+
+    def produce_in_second_warp(self, cta: Cta):
+        if self.problem.own:
+            self.produce_own(cta)
 
     @cute.jit
     def produce(self, cta: Cta):

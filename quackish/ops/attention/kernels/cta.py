@@ -17,6 +17,7 @@ class PerTensor(NamedTuple):
 
     q: Any = None
     do: Any = None
+    o: Any = None
     k: Any = None
     v: Any = None
     ds: Any = None

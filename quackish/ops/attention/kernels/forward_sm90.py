@@ -7,17 +7,17 @@ mask. The softmax is online, in fp32: q k^T of the next tile and p v of the prev
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32
 
-from quackish.kernels.math import LN_2, LOG2_E
-from quackish.ops.attention.arguments import BLOCK, LARGE, ForwardArgs
+from quackish.ops.attention.arguments import BLOCK, ForwardArgs
 from quackish.ops.attention.kernels.base_sm90 import AttentionSm90
 from quackish.ops.attention.kernels.cta import Cta
 from quackish.ops.attention.kernels.items import Item
-from quackish.ops.attention.kernels.scores import ScoreBlock, pair_rows
+from quackish.ops.attention.kernels.scores import ScoreBlock
+from quackish.ops.attention.kernels.softmax import Softmax
 
 
-class AttentionForwardSm90(AttentionSm90):
+class AttentionForwardSm90(Softmax, AttentionSm90):
     rows_are_queries = True
     pingpong = True
     v_has_pipeline = True
@@ -32,14 +32,12 @@ class AttentionForwardSm90(AttentionSm90):
     @cute.jit
     def load_tile(self, cta: Cta, item: Item, n: Int32, state, is_full):
         """Loads tile n of k, and of bias and mask for an item's queries, and then that of v."""
-        keys, values, heads = cta.loaded, cta.values, self.heads_of(item.head, cta.args.scores)
-        k, v = ([self.part(cta, name, head.key_head, head.batch) for head in heads] for name in ("k", "v"))
-        for g in cutlass.range_constexpr(len(heads)):
-            self.load(k[g], n, 0, self.tile_of_stage(state.index, g), keys.producer_get_barrier(state))
+        keys, values, head = cta.loaded, cta.values, item.head
+        k, v = (self.part(cta, name, head.key_head, head.batch) for name in ("k", "v"))
+        self.load(k, n, 0, state.index, keys.producer_get_barrier(state))
         self.load_scores(cta, item.head, item.tile, n, state, is_full)
         values.producer_acquire(state)
-        for g in cutlass.range_constexpr(len(heads)):
-            self.load(v[g], n, 0, self.tile_of_stage(state.index, g), values.producer_get_barrier(state))
+        self.load(v, n, 0, state.index, values.producer_get_barrier(state))
 
     @cute.jit
     def consume(self, cta: Cta, wg: Int32, thread: Int32):
@@ -53,20 +51,19 @@ class AttentionForwardSm90(AttentionSm90):
         own = self.own_state(wg)
         read, previous = self.loaded_state(), self.loaded_state()
         unit = self.unit_of_scores(s)
-        row_wg = self.rows_of_wg(wg)
         self.start_pingpong(wg)
         for _ in cutlass.range(self.turns(cta.args), unroll=1):
             item = self.own_item(cta, own)
             (q,) = self.load_own(operands, cta, own.index, thread)
-            q0, k0 = item.tile * self.tile_q + row_wg * BLOCK, item.first * self.tile_k
-            block = ScoreBlock(self.head_of_wg(item.head, s, wg), q0=q0, k0=k0, wg=row_wg, thread=thread)
+            q0, k0 = item.tile * self.tile_q + wg * BLOCK, item.first * self.tile_k
+            block = ScoreBlock(item.head, q0=q0, k0=k0, wg=wg, thread=thread)
             o.fill(0.0)
             top.fill(-Float32.inf)
             total.fill(0.0)
 
             # the first tile
             keys.consumer_wait(read)
-            self.multiply(x, *q, rK[None, None, None, self.tile_of_stage(read.index, wg)])
+            self.multiply(x, *q, rK[None, None, None, read.index])
             at, is_full = self.loaded_block(block, cta.walk, read.index, item.first)
             kept = self.kept_keys(s, at, is_full)
             cute.nvgpu.warpgroup.wait_group(0)
@@ -79,8 +76,8 @@ class AttentionForwardSm90(AttentionSm90):
                 keys.consumer_wait(read)
                 values.consumer_wait(previous)
                 self.wait_to_issue(wg)
-                self.multiply(x, *q, rK[None, None, None, self.tile_of_stage(read.index, wg)])
-                self.multiply(o, [pv_mma], p, rV[None, None, None, self.tile_of_stage(previous.index, wg)])
+                self.multiply(x, *q, rK[None, None, None, read.index])
+                self.multiply(o, [pv_mma], p, rV[None, None, None, previous.index])
                 self.let_next_issue(wg)
                 at, is_full = self.loaded_block(block, cta.walk, read.index, n)
                 kept = self.kept_keys(s, at, is_full)
@@ -97,7 +94,7 @@ class AttentionForwardSm90(AttentionSm90):
                 read.advance()
             own = self.release_own(cta.own, own)
             values.consumer_wait(previous)
-            self.multiply(o, [pv_mma], p, rV[None, None, None, self.tile_of_stage(previous.index, wg)])
+            self.multiply(o, [pv_mma], p, rV[None, None, None, previous.index])
             cute.nvgpu.warpgroup.wait_group(0)
             values.consumer_release(previous)
             previous.advance()
@@ -110,58 +107,3 @@ class AttentionForwardSm90(AttentionSm90):
         # Reading both from global memory, a branch around the mask spills registers.
         n, is_full = self.loaded_tile(walk, stage, n, self.problem.bias_aligned or self.problem.mask_aligned)
         return block._replace(k0=n * self.tile_k), is_full
-
-    @cute.jit
-    def exponentials(self, x: cute.Tensor, top: cute.Tensor, total: cute.Tensor, unit: Float32):
-        """x = exp(unit (x - top)) with the rows' new maxima; returns the factors for what was summed before."""
-        factor = unit * LOG2_E
-        rescale = cute.make_rmem_tensor((2,), Float32)
-        for r in cutlass.range_constexpr(2):
-            new = top[r]
-            for i in cutlass.range_constexpr(cute.size(x)):
-                if const_expr(i // 2 % 2 == r):
-                    new = cute.arch.fmax(new, x[i])
-            for offset in (1, 2):
-                new = cute.arch.fmax(new, cute.arch.shuffle_sync_bfly(new, offset=offset))
-            base = Float32(0.0) if new == -Float32.inf else new
-            shift = base * factor
-            rescale[r] = cute.math.exp2(top[r] * factor - shift, fastmath=True)
-            # x * factor - shift is one multiply-add. It is not 0 where x is the maximum, because only shift is rounded:
-            # too far from 0 if x is large.
-            is_large = (shift > LARGE) | (shift < -LARGE)
-            if cute.arch.vote_any_sync(is_large):
-                subtracted = base if is_large else Float32(0.0)
-                for i in cutlass.range_constexpr(cute.size(x)):
-                    if const_expr(i // 2 % 2 == r):
-                        x[i] = x[i] - subtracted
-                if is_large:
-                    rescale[r], shift = cute.math.exp2((top[r] - base) * factor, fastmath=True), Float32(0.0)
-            top[r] = new
-            added = Float32(0.0)
-            for i in cutlass.range_constexpr(cute.size(x)):
-                if const_expr(i // 2 % 2 == r):
-                    x[i] = cute.math.exp2(x[i] * factor - shift, fastmath=True)
-                    added = added + x[i]
-            total[r] = total[r] * rescale[r] + added
-        return rescale
-
-    @cute.jit
-    def finish(self, o: cute.Tensor, top, total, unit: Float32, args: ForwardArgs, block: ScoreBlock):
-        """Divides by the sums, and stores o, lse and its residual."""
-        s, head = args.scores, block.head
-        for r in cutlass.range_constexpr(2):
-            for offset in (1, 2):
-                total[r] = total[r] + cute.arch.shuffle_sync_bfly(total[r], offset=offset)
-            divided = Float32(1.0) / total[r]
-            for i in cutlass.range_constexpr(cute.size(o)):
-                if const_expr(i // 2 % 2 == r):
-                    o[i] = Float32(0.0) if total[r] == 0.0 else o[i] * divided
-            row = block.q0 + pair_rows(block.thread) + 8 * r
-            if block.thread % 4 == 0 and row < s.num_q:
-                lse = top[r] * unit + cute.math.log2(total[r]) * LN_2
-                at = (Int64(head.batch) * s.heads + head.query_head) * s.num_q + row
-                (args.lse + at).store(-Float32.inf if total[r] == 0.0 else lse)
-                residual = cute.math.fma(top[r], unit, -lse) + cute.math.log2(total[r]) * LN_2
-                is_large = (total[r] > 0.0) & ((lse > LARGE) | (lse < -LARGE))
-                (args.lse_residual + at).store(residual if is_large else Float32(0.0))
-        self.write_queries(o, args.o, s, block)

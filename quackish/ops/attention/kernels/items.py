@@ -37,16 +37,7 @@ class AttentionItems(MaskWalk):
     @cute.jit
     def items(self, args) -> Int32:
         s = args.scores
-        return cute.ceil_div(s.num_q, self.tile_q) * s.heads * self.batch_items(s)
-
-    def batch_items(self, s: ScoreArgs) -> Int32:
-        """The number of items that have the same tile and head, of different batches."""
-        return s.batch if self.problem.batches == 1 else cute.ceil_div(s.batch, self.problem.batches)
-
-    def heads_of(self, head: Head, s: ScoreArgs) -> list[Head]:
-        """The head in each batch of an item, whose first one is that of `head`. The last batch may be done twice."""
-        others = range(1, self.problem.batches)
-        return [head, *(head._replace(batch=cutlass.min(head.batch + g, s.batch - 1)) for g in others)]
+        return cute.ceil_div(s.num_q, self.tile_q) * s.heads * s.batch
 
     @cute.jit
     def turns(self, args) -> Int32:
@@ -72,17 +63,14 @@ class AttentionItems(MaskWalk):
 
         If work differs, all heads of a rank come before the next rank.
         """
-        tiles, heads = cute.ceil_div(s.num_q, self.tile_q), s.heads * self.batch_items(s)
+        tiles, heads = cute.ceil_div(s.num_q, self.tile_q), s.heads * s.batch
         if const_expr(self.problem.band or self.problem.mask):
             rank, head = i // heads, i % heads
         else:
             rank, head = i % tiles, i // tiles
         # dq = ds k starts with the heads whose ds is still in the L2 (H100, d 64: 0.884 to 0.876 ms of a whole step).
         head = heads - 1 - head
-        batch = head // s.heads
-        if const_expr(self.problem.batches > 1):
-            batch = batch * self.problem.batches
-        return rank, Head(batch, head % s.heads, head % s.heads // s.group)
+        return rank, Head(head // s.heads, head % s.heads, head % s.heads // s.group)
 
     @cute.jit
     def tile_of(self, rank: Int32, head: Head, s: ScoreArgs) -> Int32:

@@ -31,9 +31,9 @@ class Matmuls:
         return mma
 
     def transposed(self, tiles: cute.Tensor):
-        """(d, rows, stages) of loaded tiles (rows, d, stages)."""
-        shape, stages = (BLOCK, self.d, self.config.tile), self.config.num_stages
-        layout = sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, shape, self.dtype, stages)
+        """(d, rows, count) of loaded tiles (rows, d, count)."""
+        shape = (BLOCK, self.d, self.other.rows)
+        layout = sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, shape, self.dtype, cute.size(tiles, mode=[2]))
         return cute.make_tensor(tiles.iterator, layout.outer)
 
     def fragments_a(self, mma, tiles: cute.Tensor):
@@ -66,6 +66,15 @@ class Matmuls:
         warpgroup.fence()
         for kb in range(cute.size(rA, mode=[2])):
             cute.gemm(mmas[0] if kb == 0 else mmas[-1], acc, rA[None, None, kb], rB[None, None, kb], acc)
+        warpgroup.commit_group()
+
+    def multiply_tiles(self, acc, mma, rA, tiles: list):
+        """Issues acc += A @ B, for B in tiles of equally many rows, one below the other."""
+        warpgroup.fence()
+        per_tile = cute.size(tiles[0], mode=[2])
+        for t, rB in enumerate(tiles):
+            for kb in range(per_tile):
+                cute.gemm(mma, acc, rA[None, None, t * per_tile + kb], rB[None, None, kb], acc)
         warpgroup.commit_group()
 
     # Ping-pong: warp groups issue the WGMMAs of scores one after another, so that one has the tensor cores while the

@@ -57,14 +57,12 @@ class OwnTiles:
                         items[i, state.index] = words[i]
                     barrier = own.producer_get_barrier(state)
                     cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.own_stage_bytes)
-                batch = self.head_of_wg(item.head, args.scores, Int32(w)).batch
-                row = item.tile if const_expr(self.problem.short) else item.tile * wgs + w
+                row = item.tile * wgs + w
                 for name in self.problem.own:
-                    part = self.part(cta, name, head, batch)
+                    part = self.part(cta, name, head, item.head.batch)
                     self.load(part, row, 0, state.index, own.producer_get_barrier(state))
                 if const_expr(self.stats_of == "own"):
-                    of_row = item.head._replace(batch=batch)
-                    self.load_stats(cta, of_row, row, state.index, own.producer_get_barrier(state))
+                    self.load_stats(cta, item.head, row, state.index, own.producer_get_barrier(state))
                 state.advance()
         own.producer_tail(state)
 

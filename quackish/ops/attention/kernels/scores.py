@@ -77,9 +77,7 @@ class AttentionScores:
         elif not shift.any_large:
             self.add_terms(acc, factor, cta, stage, block, shift.values)
         else:
-            # Opaque: addresses that are the same for all tiles of an item were computed before it, and spilled.
-            thread = cute.arch.shuffle_sync_bfly(block.thread, offset=0)
-            block = block._replace(q0=cute.arch.make_warp_uniform(block.q0), thread=thread)
+            block = self.opaque(block)
             self.add_terms(acc, factor, cta, stage, block, None)
             self.subtract(acc, cta, block, shift)
         if const_expr(self.masks_scores and is_full is None):
@@ -91,6 +89,11 @@ class AttentionScores:
             for i in cutlass.range_constexpr(cute.size(acc)):
                 if not self.takes_part(args, *self.position(block, i)):
                     acc[i] = -Float32.inf
+
+    def opaque(self, block: ScoreBlock) -> ScoreBlock:
+        """The same block. Addresses that are the same for all tiles of an item were computed before it, and spilled."""
+        thread = cute.arch.shuffle_sync_bfly(block.thread, offset=0)
+        return block._replace(q0=cute.arch.make_warp_uniform(block.q0), thread=thread)
 
     @cute.jit
     def add_terms(self, acc: cute.Tensor, factor: Float32, cta: Cta, stage: Int32, block: ScoreBlock, shift):
@@ -120,14 +123,22 @@ class AttentionScores:
         args = cta.args.scores
         head, _, _ = self.place(shift.n, shift.item, cta.args)
         of_head = cute.arch.make_warp_uniform(head.batch * args.heads + head.query_head)
-        pairs = cta.args.stats + Int64(2 * args.batch * args.heads + 2 * of_head) * cta.args.stats_row
+        pairs = self.pairs_of_head(cta.args, of_head)
         unit = self.unit_of_scores(args)
         for i in cutlass.range_constexpr(cute.size(acc)):
             row = cutlass.min(self.position(block, i)[0], args.num_q - 1)
-            pair = vector_at(pairs, 2 * row, 2)  # lse, and log2(e) * residual; garbage in another row
+            pair = self.pair_of_row(cta.args, pairs, row)  # garbage in another row
             is_large = shift.values[i] == Float32.inf
             above = cute.math.fma(acc[i], unit, -(pair[0] if is_large else Float32(0.0)))
             acc[i] = cute.math.fma(above, Float32(LOG2_E), -(pair[1] if is_large else shift.values[i]))
+
+    def pairs_of_head(self, args, of_head: Int32):
+        """Where the pairs of a head's rows are, for `pair_of_row`."""
+        return args.stats + Int64(2 * args.scores.batch * args.scores.heads + 2 * of_head) * args.stats_row
+
+    def pair_of_row(self, args, pairs, row: Int32):
+        """(lse, log2(e) * its residual) of a row whose shift is infinite."""
+        return vector_at(pairs, 2 * row, 2)
 
     @cute.jit
     def shift(self, values: cute.Tensor, of_lane: cute.Tensor, n: Int32, item) -> Shift:
@@ -301,3 +312,16 @@ class AttentionScores:
         """Not 0 if key k takes part by a mask of keys. A k past the last key counts as the last one."""
         at = Int64(cutlass.min(k, args.num_k - 1)) * args.mask.column
         return load_at(self.start(args.mask, head), at).to(Int32)
+
+    def kept_rows(self, s: ScoreArgs, head: Head, k0: Int32, thread: Int32) -> list | None:
+        """A mask of keys for the thread's two rows of keys k0..., 0 where it leaves one out; None without a mask."""
+        if not self.problem.mask_of_keys:
+            return None
+        return [self.keep(s, head, k0 + pair_rows(thread) + 8 * r) for r in range(2)]
+
+    @cute.jit
+    def zero_rows(self, acc: cute.Tensor, kept):
+        """acc = 0 in rows of keys that the mask of keys leaves out, where it is garbage. kept: of `kept_rows`."""
+        if const_expr(kept is not None):
+            for i in cutlass.range_constexpr(cute.size(acc)):
+                acc[i] = acc[i] if kept[i // 2 % 2] != 0 else Float32(0.0)
