@@ -106,6 +106,9 @@ ATTENTION = {
     "attention unaligned": dict(heads=4, kv_heads=2, num_q=65, num_k=127, d=40, dtype=FP16, bias=(1, 4, 65, 127)),
     "attention window and softcap": dict(num_q=300, bias=(1, 2, 300, 300), window=(70, 20), softcap=2.0),
     "attention mask of keys": dict(num_q=70, num_k=300, mask=(1, 1, 1, 300)),
+    "attention clusters": dict(batch=5, num_q=130, num_k=256, d=32, bias=(1, 2, 130, 256), mask=(5, 1, 1, 256)),
+    "attention windows": dict(batch=5, num_q=49, d=24, bias=(1, 2, 49, 49)),
+    "attention small": dict(heads=3, num_q=100, num_k=72, d=32, bias=(1, 3, 100, 72), mask=(1, 1, 1, 72)),
 }
 
 

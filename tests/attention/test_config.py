@@ -15,9 +15,10 @@ from quackish.ops.attention.config import (
     attention_config,
     attention_why_illegal,
     bias_parts,
+    cluster_of_keys,
     keys_ahead,
     own_in_registers,
-    small_parts,
+    parts_of_workers,
 )
 from quackish.ops.attention.prepared import Prepared
 from quackish.ops.attention.problems import (
@@ -31,6 +32,7 @@ from quackish.ops.attention.score_problems import (
     AttentionForwardProblem,
     AttentionKeysProblem,
     AttentionProductProblem,
+    AttentionQueriesBiasProblem,
     AttentionQueriesProblem,
 )
 from quackish.ops.attention.small_problems import AttentionSmallBackwardProblem, AttentionSmallForwardProblem
@@ -59,7 +61,8 @@ SMALL_FIELDS = [
     dict(bias_dtype=BF16),
     dict(bias_dtype=BF16, bias_aligned=False),
     dict(bias_dtype=BF16, mask=True, mask_of_keys=True),
-    dict(bias_dtype=FP32, mask=True, mask_of_keys=True, band=True),
+    dict(bias_dtype=FP32, mask=True, mask_of_keys=True),
+    dict(bias_dtype=FP32, mask=True, mask_aligned=False, band=True),
     dict(bias_dtype=FP32, bias_aligned=False, mask=True, mask_aligned=False, band=True),
     dict(mask=True, mask_aligned=False),
 ]
@@ -83,6 +86,10 @@ def problems():
         )
         if has_bias:
             yield "attention_bwd_bias", AttentionBiasProblem(**fields | dict(wide=False))
+    for masked in (dict(mask=True, mask_of_keys=True), {}):
+        for ctas, blocks in ((1, 3), (2, 2), (4, 3), (5, 2)):
+            fields = dict(dtype=BF16, d=32, bias_dtype=BF16, ctas=ctas, blocks=blocks, in_parts=ctas > 1) | masked
+            yield "attention_bwd_queries_bias", AttentionQueriesBiasProblem(**fields)
     for fields in SMALL_FIELDS:
         for pairs in (True, False):
             small = dict(dtype=BF16, d=32, pairs=pairs) | fields
@@ -116,6 +123,7 @@ def test_compiles_without_spills(name, problem, gpu):
             ("attention_bwd_keys", AttentionKeysProblem(BF16, 32, BF16, wide=True)),
             ("attention_bwd_queries", AttentionQueriesProblem(BF16, 128, BF16)),
             ("attention_bwd_queries", AttentionQueriesProblem(BF16, 64, BF16)),
+            ("attention_bwd_queries_bias", AttentionQueriesBiasProblem(BF16, 32, BF16, ctas=4, blocks=3)),
         ],
     ),
 )
@@ -227,6 +235,11 @@ def test_the_order_of_tiles_is_one_of_128_rows():
     assert "num_wgs is 3; with a mask expected 2" in why
 
 
+def test_clusters_of_keys():
+    found = [cluster_of_keys(num_k) for num_k in (129, 256, 384, 512, 640, 768, 960, 961)]
+    assert found == [(1, 3), (2, 2), (2, 3), (4, 2), (5, 2), (4, 3), (5, 3), None]
+
+
 def test_parts_of_a_broadcast_sum():
     assert bias_parts(64, 1, 2048, 2048, 64, 132) == 1  # 512 tiles occupy the GPU
     assert bias_parts(64, 1, 256, 256, 64, 132) == 33  # 8 tiles
@@ -235,6 +248,7 @@ def test_parts_of_a_broadcast_sum():
     assert bias_parts(768, 4, 768, 768, 32, 132) == 7  # 144 tiles: 1008 in 8 turns of 132
     assert bias_parts(256, 4, 256, 256, 32, 132) == 8  # 16 tiles: one turn of 128
     assert bias_parts(1, 64, 768, 768, 32, 132) == 1
-    assert small_parts(256, 4, 264) == 64  # 4 matrices each
-    assert small_parts(1024, 3, 264) == 86  # 12 each
-    assert small_parts(1, 2048, 132) == small_parts(3, 4, 264) == 1
+    assert parts_of_workers(256, 4, 264) == 64  # 4 matrices each
+    assert parts_of_workers(1024, 3, 264) == 86  # 12 each
+    assert parts_of_workers(768, 24, 30) == 5  # 4 turns of 30 clusters
+    assert parts_of_workers(1, 2048, 132) == parts_of_workers(3, 4, 264) == 1

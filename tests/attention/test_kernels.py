@@ -73,6 +73,7 @@ BROADCAST = {  # a bias of all batches at d 32
     "GQA, causal, softcap, fp32 bias of all heads": lambda: case(
         2, 2, 70, 200, 16, kv_heads=1, bias=(1, 1, 70, 200), bias_dtype=FP32, is_causal=True, softcap=2.0
     ),
+    "causal, mask of keys": lambda: mask_of_keys_case(3, 2, 70, 136, 32, bias=(1, 2, 70, 136), is_causal=True),
     "wide, mask of keys": lambda: mask_of_keys_case(3, 1, 136, 184, 32, bias=(1, 1, 136, 184)),
     "wide, its own bias": lambda: case(1, 2, 136, 192, 32, bias=(1, 2, 136, 192)),
 }
@@ -86,6 +87,26 @@ def test_bias_of_all_batches_emulated(kind):
     assert "attention_order" not in launches(report)  # a mask of keys leaves equal work
     (forward,) = [launch for launch in report.launches if launch.kernel == "attention_fwd"]
     assert forward.block[0] == 128 * (4 if "wide" in kind else 3)  # a producer warp group, and three or two consumers
+    assert_right(got, truth(args))
+
+
+CLUSTERS = {  # dq and dbias in one kernel: CTAs of a cluster, and the call
+    "a CTA": (1, lambda: case(3, 1, 130, 176, 24, bias=(1, 1, 130, 176))),
+    "two CTAs": (2, lambda: case(5, 2, 140, 256, 32, bias=(1, 2, 140, 256))),
+    "bias of all heads": (2, lambda: case(2, 3, 129, 384, 32, bias=(1, 1, 129, 384), dtype=FP16)),
+    "mask of keys": (4, lambda: mask_of_keys_case(4, 1, 136, 696, 32, bias=(1, 1, 136, 696))),
+    "five CTAs, GQA": (5, lambda: case(4, 2, 64, 600, 16, kv_heads=1, bias=(1, 2, 64, 600))),
+}
+
+
+@pytest.mark.parametrize("kind", one_per(lambda kind: 0, CLUSTERS))
+def test_clusters_emulated(kind):
+    ctas, make = CLUSTERS[kind]
+    args = make()
+    with emulated(QUICK) as report:
+        got = step(args)
+    assert launches(report)[-1] == "attention_bwd_queries_bias"
+    assert report.launches[-1].cluster[0] == ctas
     assert_right(got, truth(args))
 
 
@@ -110,9 +131,48 @@ def test_small_emulated(kind):
     args = SMALL[kind]()
     with emulated(QUICK) as report:
         got = step(args)
-    small = ["attention_small_fwd", "attention_small_bwd"]
-    assert launches(report) == ["attention_mask"] * ("attn_mask" in args) + small
+    assert launches(report) == ["attention_small_fwd", "attention_small_bwd"]
     assert_right(got, truth(args))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "sizes, options, is_small",
+    [
+        ((1, 2, 64, 65, 32), {}, True),
+        ((1, 2, 2, 128, 8), {}, True),
+        ((1, 2, 128, 1, 32), {}, True),
+        ((1, 2, 64, 129, 32), {}, False),
+        ((1, 2, 64, 64, 40), {}, False),
+        ((1, 2, 64, 64, 32), dict(softcap=2.0), False),
+        ((1, 2, 64, 64, 32), dict(kv_heads=1), False),
+    ],
+)
+def test_which_calls_are_small(sizes, options, is_small):
+    """Without gradients of the bias and of lse, and of transposed tensors."""
+    args = case(*sizes, bias=(1, 1, *sizes[2:4]), **options)
+    for name in ("query", "key", "value"):
+        args[name] = args[name].detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+    with emulated(QUICK) as report:
+        out = attention(**args | dict(attn_bias=args["attn_bias"].detach()), backend="cute")
+        got = torch.autograd.grad(out, [args[name] for name in GRADS[:3]], 2 * out)
+    assert ("attention_small_bwd" in launches(report)) == is_small
+    exact = {name: args[name].detach().double().requires_grad_() for name in GRADS}
+    out = attention(**args | exact, backend="reference")
+    want = torch.autograd.grad(out, [exact[name] for name in GRADS[:3]], 2 * out)
+    for ours, right in zip(got, want, strict=True):
+        assert error(ours, right).norm <= 2**-7
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("length", [49, 100])
+def test_a_small_head_does_not_depend_on_the_batch_emulated(length):
+    args = case(5, 2, length, d=32, bias=(1, 2, length, length))
+    one = {name: t[-1:, 1:].detach().requires_grad_(t.requires_grad) for name, t in args.items()}
+    with emulated(QUICK):
+        many, alone = step_without_cpu(args), step_without_cpu(one)
+    for name in ("o", *GRADS[:3]):
+        assert same_bits(many[name][-1:, 1:], alone[name]), name
 
 
 @pytest.mark.exhaustive
@@ -207,10 +267,11 @@ def test_calls_in_a_row(sizes):
 @pytest.mark.exhaustive
 def test_one_stage_emulated():
     args = case(1, 1, 70, 200, 128, bias=(1, 1, 70, 200))
-    one = dict(num_stages=1)
-    forced = quackish.config(attention_forward=one, attention_backward_keys=one, attention_backward_product=one)
-    with forced, emulated(QUICK):
-        assert_right(step(args), truth(args))
+    small = case(3, 3, 49, d=32, bias=(1, 3, 49, 49))
+    kernels = ("forward", "backward_keys", "backward_product", "small_forward", "small_backward")
+    with quackish.config(**{f"attention_{name}": dict(num_stages=1) for name in kernels}), emulated(QUICK):
+        for one in (args, small):
+            assert_right(step(one), truth(one))
 
 
 @pytest.mark.exhaustive
@@ -270,6 +331,9 @@ ON_GPU = {
     ),
     "small, mask": dict(num_q=64, d=32, mask=(1, 2, 64, 64)),
     "small, parts": dict(batch=300, heads=3, num_q=64, d=32, bias=(1, 3, 64, 64)),
+    "clusters": dict(batch=40, heads=4, num_q=300, num_k=384, d=32, bias=(1, 4, 300, 384)),
+    "clusters, mask of keys": dict(batch=9, num_q=200, num_k=768, d=32, bias=(1, 1, 200, 768), mask=(9, 1, 1, 768)),
+    "five CTAs": dict(batch=7, num_q=260, num_k=640, d=24, bias=(1, 2, 260, 640)),
     "small, window": dict(num_q=127, d=32, bias=(1, 1, 127, 127), window=(20, 5)),
 }
 

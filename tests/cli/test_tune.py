@@ -23,8 +23,10 @@ from quackish.ops.attention.score_problems import (
     AttentionBiasProblem,
     AttentionForwardProblem,
     AttentionKeysProblem,
+    AttentionQueriesBiasProblem,
     AttentionQueriesProblem,
 )
+from quackish.ops.attention.small_problems import AttentionSmallBackwardProblem, AttentionSmallForwardProblem
 from quackish.ops.linear_cross_entropy.gemm_problems import Dlogits, LceGemmProblem, Logits, RowsOut, Softmax
 from quackish.ops.mlp import gemm_problems as mlp
 from quackish.ops.rms_norm.problems import RmsNormBwdConfig, RmsNormBwdProblem, RmsNormFwdConfig, RmsNormFwdProblem
@@ -67,6 +69,8 @@ def problems():
     yield DX
     for of in (AttentionForwardProblem, AttentionQueriesProblem, AttentionKeysProblem, AttentionBiasProblem):
         yield of(BF16, 64, BF16)
+    for of in (AttentionQueriesBiasProblem, AttentionSmallForwardProblem, AttentionSmallBackwardProblem):
+        yield of(BF16, 32, BF16)
     yield LceGemmProblem(Store(accumulate=True), BF16, "float32", a_major="m", b_major="n", live="k")
 
 
@@ -255,6 +259,9 @@ CASES = [
     "grouped_mlp 700x64x4096x4 --activation silu --dtype fp16",
     "scaled_dot_product_attention 2x3x200x64",
     "scaled_dot_product_attention 2x3x130x40 --attn-bias 1,h --bias-dtype fp32 --attn-mask half --return-lse",
+    "scaled_dot_product_attention 4x4x64x32",
+    "scaled_dot_product_attention 5x3x100x32 --attn-bias 1,h --key-mask --return-lse",
+    "scaled_dot_product_attention 9x2x250x32 --attn-bias 1,h --key-mask",
     "scaled_dot_product_attention 2x3x200x128 --attn-bias none --attn-mask top --causal --softcap 20",
 ]
 

@@ -22,8 +22,10 @@ from quackish.ops.attention.score_problems import (
     AttentionForwardProblem,
     AttentionKeysProblem,
     AttentionProductProblem,
+    AttentionQueriesBiasProblem,
     AttentionQueriesProblem,
 )
+from quackish.ops.attention.small_problems import AttentionSmallBackwardProblem, AttentionSmallForwardProblem
 from quackish.ops.linear_cross_entropy.gemm_problems import Dlogits, LceGemmProblem, Softmax
 from quackish.ops.linear_cross_entropy.row_problems import (
     LceBiasProblem,
@@ -204,6 +206,17 @@ def test_work_of_attention():
     sizes["bias_batch"] = 1
     assert counts("attention_bwd_bias", AttentionBiasProblem(**fields, in_parts=True)) == (
         nbytes(q, q, k, k, bias[:1], mask), 3 * nbytes(bias[:1]), 2 * product
+    )  # fmt: skip
+    assert counts("attention_bwd_queries_bias", AttentionQueriesBiasProblem(**fields, in_parts=True)) == (
+        nbytes(q, q, k, k, bias[:1], mask), nbytes(q) + 3 * nbytes(bias[:1]), 3 * product
+    )  # fmt: skip
+    sizes |= dict(group=1, batches=1, heads_of_bias=heads)
+    k, lse = torch.empty(batch, heads, num_k, d, dtype=torch.bfloat16), torch.empty(batch, heads, num_q)
+    assert counts("attention_small_fwd", AttentionSmallForwardProblem(**fields)) == (
+        nbytes(q, k, k, bias[:1], mask), nbytes(q), 2 * product
+    )  # fmt: skip
+    assert counts("attention_small_bwd", AttentionSmallBackwardProblem(**fields, dlse=True, dbias_dtype=FP32)) == (
+        nbytes(q, q, q, k, k, lse, lse, bias[:1], mask), nbytes(q, k, k) + 3 * nbytes(bias[:1]), 5 * product
     )  # fmt: skip
     of_mask = dict(batches=batch, heads=1, rows=num_q, columns=130)  # three blocks of 64 columns
     assert work(AttentionMaskProblem(by_vectors=False), of_mask) == Work(2 * 24 * 130, 2 * 3, 0)

@@ -119,7 +119,7 @@ class SmallForwardArgs(NamedTuple):
     lse_residual: Any = F32  # as in ForwardArgs, written
     parts: Any = "int32"  # in which the matrices of scores that share one of the bias are divided
     batches: Any = "int32"  # B or 1: the sizes of the bias, and B without one
-    bias_heads: Any = "int32"
+    heads_of_bias: Any = "int32"
 
 
 class SmallBackwardArgs(NamedTuple):
@@ -136,7 +136,7 @@ class SmallBackwardArgs(NamedTuple):
     part: Any = "int64"  # stride of dbias's parts
     parts: Any = "int32"  # as in SmallForwardArgs
     batches: Any = "int32"
-    bias_heads: Any = "int32"
+    heads_of_bias: Any = "int32"
 
 
 class BiasArgs(NamedTuple):
@@ -144,8 +144,9 @@ class BiasArgs(NamedTuple):
     do: Any = None  # (B, Hq, Lq, d)
     stats: Any = ALIGNED_F32
     stats_row: Any = "int64"
+    dq: Any = None  # as q, written; in the kernel for both
     dbias: Any = None  # (parts, B or 1, Hq or 1, Lq, Lk), written; its strides: batch, head, row
     part: Any = "int64"  # stride of dbias's parts
     parts: Any = "int32"
     batches: Any = "int32"  # B or 1: the sizes of dbias
-    bias_heads: Any = "int32"
+    heads_of_bias: Any = "int32"

@@ -128,34 +128,53 @@ def attention_config(problem: AttentionProblem, gpu: Gpu) -> AttentionConfig:
     raise UnsupportedError(f"scaled_dot_product_attention: no kernel for {problem} on {gpu.name}")
 
 
-def small_parts(summed: int, tensors: int, workers: int) -> int:
-    """In how many parts the `summed` matrices of scores that share one of `tensors` matrices of a bias are divided."""
-
-    def matrices_in_turn(parts: int) -> int:
-        """What the busiest worker computes. A part costs as much as about 2: the bias is read, the sum is written."""
-        return ceil_div(tensors * parts, workers) * (ceil_div(summed, parts) + 2)
-
-    most = 1 if summed < MIN_DIVIDED else min(summed, workers // tensors)
-    return min(range(1, max(1, most) + 1), key=matrices_in_turn)
-
-
 MIN_DIVIDED = 4  # heads that a sum in parts has at least: adding parts takes two more kernels. Not measured
 
 
-def bias_parts(summed: int, tensors: int, num_q: int, num_k: int, d: int, sm_count: int) -> int:
-    """In how many parts the sum over `summed` heads for a broadcast bias is divided, to occupy the GPU.
+def parts_of_workers(summed: int, tiles: int, workers: int, cost: int = 2) -> int:
+    """In how many parts the walk over `summed` heads that share a tile of the bias is divided, to occupy the workers.
 
-    tensors: the number of (Lq, Lk) matrices of the bias. At d 32 with full last waves, and at most 8 tiles per SM.
+    tiles: of the bias. cost: how many heads take as long as a part itself, whose bias is read and whose sum is written
     """
     if summed < MIN_DIVIDED:
         return 1
-    tiles_q = tensors * ceil_div(num_q, 2 * BLOCK)
-    if d > 32:
-        return max(1, min(summed, 2 * sm_count // (tiles_q * ceil_div(num_k, BLOCK))))
-    tiles = tiles_q * ceil_div(num_k, 2 * BLOCK)
 
     def heads_in_turn(parts: int) -> int:
-        """The heads that the busiest SM sums. A part costs as much as about 6: its result is written and read."""
-        return ceil_div(tiles * parts, sm_count) * (ceil_div(summed, parts) + 6)
+        """The heads of the busiest worker."""
+        return ceil_div(tiles * parts, workers) * (ceil_div(summed, parts) + cost)
 
-    return min(range(1, max(1, min(summed, 8 * sm_count // tiles)) + 1), key=heads_in_turn)
+    return min(range(1, max(1, min(summed, 8 * workers // tiles)) + 1), key=heads_in_turn)
+
+
+def bias_parts(summed: int, tensors: int, num_q: int, num_k: int, d: int, sm_count: int) -> int:
+    """In how many parts the kernel for dbias alone divides its sum over `summed` heads.
+
+    tensors: the number of (Lq, Lk) matrices of the bias
+    """
+    tiles_q = tensors * ceil_div(num_q, 2 * BLOCK)
+    if d > 32:
+        most = min(summed, 2 * sm_count // (tiles_q * ceil_div(num_k, BLOCK)))
+        return 1 if summed < MIN_DIVIDED else max(1, most)
+    return parts_of_workers(summed, tiles_q * ceil_div(num_k, 2 * BLOCK), sm_count, cost=6)
+
+
+def resident_clusters(ctas: int, sm_count: int) -> int:
+    """About how many clusters run at once, of CTAs that need an SM each.
+
+    The SMs of a GPC, 16 or 18 of them, may not be a multiple: an H200 runs 30 clusters of four on 132 SMs.
+    """
+    return sm_count // ctas if ctas < 3 else max(1, sm_count * 10 // 11 // ctas)
+
+
+def cluster_of_keys(num_k: int) -> tuple[int, int] | None:
+    """(CTAs, blocks of keys of each) of the clusters with dq and dbias; None if there are too many keys.
+
+    With least room beyond num_k keys and SMs without a cluster, and then with fewest CTAs.
+    """
+
+    def time(choice: tuple[int, int]) -> tuple[int, int]:
+        ctas, blocks = choice
+        return ctas * blocks * (10 if ctas < 3 else 11), ctas
+
+    choices = [(ctas, blocks) for ctas in range(1, 6) for blocks in (2, 3) if ctas * blocks * BLOCK >= num_k]
+    return min(choices, key=time, default=None)

@@ -14,8 +14,10 @@ from quackish.device import choose
 from quackish.device.arguments import by_name
 from quackish.device.cuda import address
 from quackish.device.kernel_device import KernelDevice
+from quackish.device.work import ceil_div
 from quackish.once import once
 from quackish.ops.attention.arguments import (
+    BLOCK,
     MAX_D,
     BiasArgs,
     ForwardArgs,
@@ -30,7 +32,7 @@ from quackish.ops.attention.arguments import (
     SmallForwardArgs,
     Strided,
 )
-from quackish.ops.attention.config import bias_parts
+from quackish.ops.attention.config import bias_parts, parts_of_workers, resident_clusters
 from quackish.ops.attention.mask_plan import contiguous_strides, layout_of_plan
 from quackish.ops.attention.prepared import (
     UNBOUNDED,
@@ -39,6 +41,7 @@ from quackish.ops.attention.prepared import (
     Problem,
     broadcast_strides,
     has_aligned_rows,
+    is_small,
     legal_strides,
     mask_of_keys,
     strided,
@@ -55,6 +58,7 @@ from quackish.ops.attention.score_problems import (
     AttentionForwardProblem,
     AttentionKeysProblem,
     AttentionProductProblem,
+    AttentionQueriesBiasProblem,
     AttentionQueriesProblem,
 )
 from quackish.ops.shared.signatures import PerSignature
@@ -106,6 +110,8 @@ class AttentionSteps:
         num_q, num_k = inputs.q.shape[2], inputs.k.shape[2]
         layout = layout_of_plan(mask.shape, num_q, num_k)
         plan = self.empty((layout.bytes,), (1,), torch.uint8)
+        if is_small(inputs, options):  # no kernel reads it
+            return plan
         batches, heads, rows, columns = mask.shape
         start = plan.data_ptr()
 
@@ -187,7 +193,9 @@ class AttentionSteps:
         )  # fmt: skip
         self._launch(keys, of_keys)
 
-        # dq: from ds if dbias holds it, else with ds computed again
+        # dq: together with dbias, from ds if dbias holds it, else with ds computed again
+        if need_dbias and call.cluster is not None:
+            return Gradients(dq, dk, dv, self._queries_and_bias(bias, scores, grad, stats, of_dq, call))
         if keys.problem.ds_is_dbias:
             product = call.kernel(AttentionProductProblem, **_OF_PRODUCT)
             without = scores._replace(bias=None, mask=None)
@@ -209,6 +217,30 @@ class AttentionSteps:
         writes_all = inputs.mask is None and options.left is None and options.right is None
         return dbias if writes_all else dbias.zero_()
 
+    def _queries_and_bias(
+        self, bias: Tensor, scores: ScoreArgs, do: Strided, stats: Tensor, dq: Strided, call: Prepared
+    ) -> Tensor:  # fmt: skip
+        """Computes dq, and the gradient of a bias that is broadcast over the batch."""
+        ctas, blocks = call.cluster
+        batches, heads = bias.shape[:2]
+        summed, tiles = scores.batch // batches * (scores.heads // heads), ceil_div(scores.num_q, 2 * BLOCK)
+        clusters = resident_clusters(ctas, self.device.gpu.sm_count)
+        parts = parts_of_workers(summed, batches * heads * tiles, clusters)
+        sums = self._sums(bias, parts)
+        args = by_name(BiasArgs)(
+            scores=scores, do=do, stats=stats.data_ptr(), stats_row=call.stats_row, dq=dq,
+            dbias=Strided(sums.data_ptr(), *sums.stride()[-4:-1]), part=sums.stride(0), parts=parts, batches=batches,
+            heads_of_bias=heads,
+        )  # fmt: skip
+        in_parts = parts > 1
+        self._launch(call.kernel(AttentionQueriesBiasProblem, in_parts=in_parts, ctas=ctas, blocks=blocks), args)
+        return sums.sum(0).to(bias.dtype) if parts > 1 else sums
+
+    def _sums(self, bias: Tensor, parts: int) -> Tensor:
+        """Memory for the gradient of a bias, or for its parts in fp32."""
+        shape = (*[parts] * (parts > 1), *bias.shape)
+        return self._rows_of_16_bytes(shape, torch.float32 if parts > 1 else bias.dtype)
+
     def _broadcast_dbias(
         self, bias: Tensor, scores: ScoreArgs, do: Strided, stats: Tensor, call: Prepared
     ) -> Tensor:  # fmt: skip
@@ -217,12 +249,11 @@ class AttentionSteps:
         summed = scores.batch // batch * (scores.heads // heads)
         sm_count = self.device.gpu.sm_count
         parts = bias_parts(summed, batch * heads, scores.num_q, scores.num_k, call.d, sm_count)
-        shape = (*[parts] * (parts > 1), batch, heads, scores.num_q, scores.num_k)
-        sums = self._rows_of_16_bytes(shape, torch.float32 if parts > 1 else bias.dtype)
+        sums = self._sums(bias, parts)
         args = by_name(BiasArgs)(
             scores=scores, do=do, stats=stats.data_ptr(), stats_row=call.stats_row,
             dbias=Strided(sums.data_ptr(), *sums.stride()[-4:-1]), part=sums.stride(0), parts=parts, batches=batch,
-            bias_heads=heads,
+            heads_of_bias=heads,
         )  # fmt: skip
         in_parts = parts > 1 and bias.dtype != torch.float32  # in fp32 both are one kernel
         self._launch(call.kernel(AttentionBiasProblem, in_parts=in_parts), args)

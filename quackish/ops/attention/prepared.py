@@ -12,7 +12,7 @@ from quackish.device.arguments import by_name
 from quackish.device.cuda import dtype_name, name_of
 from quackish.device.work import ceil_div
 from quackish.ops.attention.arguments import BLOCK, ScoreArgs, Strided
-from quackish.ops.attention.config import small_parts
+from quackish.ops.attention.config import cluster_of_keys, parts_of_workers
 from quackish.ops.attention.mask_plan import contiguous_strides, layout_of_plan
 from quackish.ops.attention.problems import AttentionMaskProblem, AttentionOrderProblem, AttentionRowsProblem
 from quackish.ops.attention.reference import Inputs, Options, strides_like
@@ -77,12 +77,17 @@ class Prepared:
 
         # forward and the whole backward in one kernel each
         self._of_small = dict(mask_aligned=of_keys, pairs=max(num_q, num_k) <= BLOCK)
-        self.is_small = self.d == 32 and max(num_q, num_k) <= 2 * BLOCK and heads == k_heads and options.softcap is None
-        batches, bias_heads = (batch, heads) if bias is None else bias.shape[:2]
+        self.is_small = is_small(inputs, options)
+        batches, heads_of_bias = (batch, heads) if bias is None else bias.shape[:2]
         workers = max_ctas * (2 if self._of_small["pairs"] else 1)
-        parts = small_parts(batch // batches * (heads // bias_heads), batches * bias_heads, workers)
-        self.items = dict(parts=parts, batches=batches, bias_heads=bias_heads)  # of `SmallForwardArgs`
-        self.owns_bias = (batches, bias_heads) == (batch, heads)  # it is not broadcast
+        parts = parts_of_workers(batch // batches * (heads // heads_of_bias), batches * heads_of_bias, workers)
+        self.items = dict(parts=parts, batches=batches, heads_of_bias=heads_of_bias)  # of `SmallForwardArgs`
+        self.owns_bias = (batches, heads_of_bias) == (batch, heads)  # it is not broadcast
+
+        # dq and the gradient of a bias of all batches in one kernel
+        self.cluster = None
+        if plain and not self.is_small and bias is not None and bias.shape[0] < batch:
+            self.cluster = cluster_of_keys(num_k)
 
         # results
         self.o, self.dk, self.dv = Result.like(q), Result.like(k), Result.like(v)
@@ -134,7 +139,8 @@ class Prepared:
         of_mask = classes = order = None
         if mask is not None:
             of_mask = strided_at(mask.data_ptr(), *self._of_mask)
-            classes = strided_at(plan.data_ptr() + self._plan.classes, *self._plan.of_classes)
+            if not self.is_small:
+                classes = strided_at(plan.data_ptr() + self._plan.classes, *self._plan.of_classes)
             order = self.order(plan) if self._ordered else None
         return _score_args(
             strided_at(q.data_ptr(), *of_q), strided_at(k.data_ptr(), *of_k), strided_at(v.data_ptr(), *of_v),
@@ -151,6 +157,17 @@ class Prepared:
 def _tile_rows(n: int, num_wgs: int) -> int:
     """The rows of all tiles of n rows."""
     return ceil_div(n, num_wgs * BLOCK) * num_wgs * BLOCK
+
+
+def is_small(inputs: Inputs, options: Options) -> bool:
+    """True if forward and the whole backward are one kernel each."""
+    q, k = inputs.q, inputs.k
+    return (
+        q.shape[3] <= 32
+        and max(q.shape[2], k.shape[2]) <= 2 * BLOCK
+        and q.shape[1] == k.shape[1]
+        and (options.softcap is None)
+    )
 
 
 def mask_of_keys(inputs: Inputs) -> bool:

@@ -29,6 +29,7 @@ from quackish.ops.attention.score_problems import (
     AttentionKeysProblem,
     AttentionProblem,
     AttentionProductProblem,
+    AttentionQueriesBiasProblem,
     AttentionQueriesProblem,
 )
 from quackish.ops.attention.small_problems import AttentionSmallBackwardProblem, AttentionSmallForwardProblem
@@ -140,9 +141,15 @@ def _small_backward_work(p: AttentionSmallBackwardProblem, s: Sizes) -> Work:
     work = _scores_work(p, s, matmuls=5, rows=4)  # q, do, o
     of_q, of_k = (s["batch"] * s["heads"] * s[n] * s["d"] * bytes_of(p.dtype) for n in ("num_q", "num_k"))
     of_rows = s["batch"] * s["heads"] * s["num_q"] * (4 + 4 * p.dlse)  # lse and its gradient
-    matrices = s["parts"] * s["batches"] * s["bias_heads"] if p.dbias_dtype else 0
+    matrices = s["parts"] * s["batches"] * s["heads_of_bias"] if p.dbias_dtype else 0
     written = of_q + 2 * of_k + matrices * s["num_q"] * s["num_k"] * bytes_of(p.dbias_dtype)
     return dataclasses.replace(work, bytes_read=work.bytes_read + of_rows, bytes_written=written)
+
+
+def _queries_bias_work(p: AttentionQueriesBiasProblem, s: Sizes) -> Work:
+    work = _scores_work(p, s, matmuls=3, rows=3)  # q, do
+    of_q = s["batch"] * s["heads"] * s["num_q"] * s["d"] * bytes_of(p.dtype)
+    return dataclasses.replace(work, bytes_written=of_q + _bias_work(p, s).bytes_written)
 
 
 def _matrices(s: Sizes, of: str) -> int:
@@ -218,12 +225,16 @@ SPECS = (
         AttentionBiasProblem(_B, 64, _B), "dbias",
     ),
     _spec(
+        "backward_queries_bias_sm90:AttentionQueriesBiasSm90", "attention_bwd_queries_bias", (*_SIZES, "parts"),
+        _queries_bias_work, AttentionQueriesBiasProblem(_B, 32, _B), "dq", "dbias",
+    ),
+    _spec(
         "small_forward_sm90:AttentionSmallForwardSm90", "attention_small_fwd", _SIZES, _small_forward_work,
         AttentionSmallForwardProblem(_B, 32, _B, False), "o", "lse",
     ),
     _spec(
         "small_backward_sm90:AttentionSmallBackwardSm90", "attention_small_bwd",
-        (*_SIZES, "parts", "batches", "bias_heads"), _small_backward_work,
+        (*_SIZES, "parts", "batches", "heads_of_bias"), _small_backward_work,
         AttentionSmallBackwardProblem(_B, 32, _F, False, dbias_dtype=_F), "dq", "dk", "dv", "dbias",
     ),
 )  # fmt: skip

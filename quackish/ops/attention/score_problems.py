@@ -265,3 +265,36 @@ class AttentionBiasProblem(AttentionProblem):
     def args(self) -> BiasArgs:
         dbias = Strided(ALIGNED_F32 if self.in_parts else Ptr(self.bias_dtype, aligned=True))
         return BiasArgs(scores=self._scores(), do=self._operand(), dbias=dbias)
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionQueriesBiasProblem(AttentionBiasProblem):
+    """dq too, for d 32, a bias that TMA can load, and no mask but one of keys."""
+
+    ctas: int = 2  # of a cluster, which together have all keys
+    blocks: int = 2  # of keys of a CTA
+
+    num_wgs = (2,)
+    tiles = (BLOCK,)
+    preferred = ((BLOCK, 3), (BLOCK, 2), (BLOCK, 1))
+
+    @property
+    def keys(self) -> int:
+        """How many keys a cluster has room for."""
+        return self.ctas * self.blocks * BLOCK
+
+    def own_bytes(self, rows: int, tile: int) -> int:
+        return rows * self.blocks * BLOCK * self.bias_bytes
+
+    def stage_bytes(self, rows: int, tile: int) -> int:
+        return rows * (2 * self.d * 2 + STATS_BYTES) + self.blocks * BLOCK * 2 * self.d * 2
+
+    def result_bytes(self, rows: int, tile: int) -> int:
+        return rows * self.d * 4 * self.ctas * (self.ctas > 1)
+
+    def live_registers(self, tile: int) -> int:
+        return tile + self.blocks * tile // 2 + tile // 4 + self.d // 2 + 32
+
+    @property
+    def args(self) -> BiasArgs:
+        return super().args._replace(dq=self._operand())

@@ -3,7 +3,7 @@
 import dataclasses
 
 from quackish.device.arguments import F32, Ptr
-from quackish.ops.attention.arguments import BLOCK, SmallBackwardArgs, SmallForwardArgs, Strided
+from quackish.ops.attention.arguments import BLOCK, ScoreArgs, SmallBackwardArgs, SmallForwardArgs, Strided
 from quackish.ops.attention.score_problems import STATS_BYTES, AttentionProblem
 
 
@@ -17,6 +17,9 @@ class SmallAttentionProblem(AttentionProblem):
     num_wgs = (2,)
     ordered = False
     needs_stats = False
+
+    def _scores(self) -> ScoreArgs:
+        return super()._scores()._replace(classes=None)
 
     @property
     def blocks(self) -> int:

@@ -119,6 +119,7 @@ ATTENTION = Operation(
             (3, 2, 200, 96), dict(attn_bias="B,1", bias_dtype="float32", attn_mask="blocks")
         ),
         "keys": SelfTest((3, 2, 200, 32), dict(attn_bias="1,H", key_mask=True)),
+        "windows": SelfTest((3, 2, 49, 32), dict(attn_bias="1,H")),
         "mask alone": SelfTest((2, 2, 520, 128), dict(attn_bias="none", attn_mask="top")),
     },
     large_tests=[SelfTest((4, 16, 2048, 64))],

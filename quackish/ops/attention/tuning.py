@@ -18,7 +18,8 @@ from quackish.ops.attention.config import REGISTERS, AttentionConfig
 from quackish.ops.attention.kernel_steps import AttentionSteps
 from quackish.ops.attention.prepared import Kernel
 from quackish.ops.attention.reference import Inputs, Options
-from quackish.ops.attention.score_problems import AttentionProblem, AttentionProductProblem
+from quackish.ops.attention.score_problems import AttentionBiasProblem, AttentionProblem, AttentionProductProblem
+from quackish.ops.attention.small_problems import AttentionSmallBackwardProblem
 
 _ALIGNED = 16  # columns: TMA loads rows of a bias or a mask that start on 16 bytes
 
@@ -37,16 +38,15 @@ def _data(
 ) -> Callable[[], Callable[[], tuple[Tensor | None, ...]]]:
     """A bias has the batch and heads in `sizes`; a mask (batch, 1, Lq, Lk) keeps half of the keys."""
     inputs = _inputs(p, sizes, device)
-    q, bias = inputs.q, inputs.bias
+    q = inputs.q
     options = Options(q.shape[3] ** -0.5, 20.0 if p.softcap else None, None, 0 if p.band else None)
     on = require_device("tune", device)
     steps = _Recorder(on, p)
     plan = steps.plan(inputs, options)
     out, lse, residual = steps.forward(inputs, options, plan)
     do = torch.randn(out.shape, dtype=out.dtype, device=device)
-    is_broadcast = bias is not None and bias.shape[:2] != q.shape[:2]
-    need_dbias = is_broadcast or isinstance(p, AttentionProductProblem) or getattr(p, "dbias", False)
-    steps.backward(do, None, out, lse, residual, inputs, options, need_dbias, plan)
+    dlse = torch.randn(lse.shape, device=device) if getattr(p, "dlse", False) else None
+    steps.backward(do, dlse, out, lse, residual, inputs, options, _needs_dbias(p), plan)
     args = steps.args
     assert args is not None, (p, steps.problems)
     written = tuple(steps.memory_at(getattr(args, name)) for name in p.spec.results)
@@ -63,6 +63,13 @@ def _data(
         return run
 
     return make
+
+
+def _needs_dbias(p: AttentionProblem) -> bool:
+    """True if backward launches the problem's kernel for the gradient of a bias."""
+    if isinstance(p, AttentionSmallBackwardProblem):
+        return p.dbias_dtype is not None
+    return isinstance(p, AttentionProductProblem | AttentionBiasProblem) or getattr(p, "dbias", False)
 
 
 class _Recorder(AttentionSteps):

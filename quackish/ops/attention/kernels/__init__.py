@@ -6,6 +6,7 @@ backward_keys_sm90.py     dk, dv, and dbias if the bias is not broadcast
 backward_queries_sm90.py  dq
 backward_product_sm90.py  dq from ds in memory
 backward_bias_sm90.py     dbias of a broadcast bias
+backward_queries_bias_sm90.py  dq and dbias of a bias that all batches share
 small_forward_sm90.py     o and lse for at most 128 queries and keys and d 32
 small_backward_sm90.py    dq, dk, dv and dbias for the same
 mask_classes.py           which blocks of a mask leave no key, some keys or all keys
@@ -22,6 +23,7 @@ base_sm90.py      set-up and warp roles of a kernel that computes scores; its ba
 softmax.py        the softmax of both forward kernels
 bias_items.py     items that share a matrix of the bias, for the kernels that sum its gradient
 small_sm90.py     the base of the small kernels
+cluster_sum.py    sums of accumulators over the CTAs of a cluster
 cta.py            what a CTA's threads share
 swizzled_tile.py  a tile in shared memory, in the layout of an accumulator
 """

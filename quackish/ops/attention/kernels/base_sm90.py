@@ -44,6 +44,7 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
     v_has_pipeline = False  # True if tiles of v have a pipeline of their own
     staged: SwizzledTile | None = None  # a warp group's dbias in shared memory before TMA stores it
     keeps_bias = False  # True if an item has one tile of the bias
+    cluster = 1  # CTAs of a cluster
     least_tiles = 0  # 1 if an item has one tile even where a mask leaves it none
 
     def __init__(self, problem, config: AttentionConfig):
@@ -98,6 +99,9 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
         """(registers per thread of the producer, registers per thread of the consumers)"""
         return REGISTERS[self.config.num_wgs]
 
+    def ctas(self, args) -> Int32:
+        return cutlass.min(self.items(args), args.scores.max_ctas)
+
     def fake_args(self):
         return fake_args(self.problem)
 
@@ -119,10 +123,10 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
             tma["mask"] = self.tma(self.mask, self.broadcast_scores(s.mask, s))
         if const_expr(self.staged is not None):
             tma["dbias"] = self.tma(self.staged, self.like_scores(args.dbias, s), stores=True)
-        ctas = cutlass.min(self.items(args), s.max_ctas)
         self.kernel(tma, args).launch(
-            grid=[ctas, 1, 1], block=[self.config.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=True
-        )
+            grid=[self.ctas(args), 1, 1], block=[self.config.threads, 1, 1], min_blocks_per_mp=1, stream=stream,
+            use_pdl=True, cluster=[self.cluster, 1, 1] if self.cluster > 1 else None,
+        )  # fmt: skip
 
     # Device
 
@@ -134,9 +138,9 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
 
         # shared memory and barriers
         cta = self.allocate(PerTensor(**tma), args)
-        pipeline.pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
+        pipeline.pipeline_init_arrive(cluster_shape_mn=(self.cluster, 1), is_relaxed=True)
         self.wait_at_start()
-        pipeline.pipeline_init_wait(cluster_shape_mn=(1, 1))
+        pipeline.pipeline_init_wait(cluster_shape_mn=(self.cluster, 1))
 
         # warps 0 and 1 load, and the consumer warp groups compute
         if wg == 0:
@@ -169,7 +173,11 @@ class AttentionSm90(AttentionItems, OwnTiles, TileLoads, Matmuls, AttentionScore
             loaded=self.pipeline(c.num_stages, self.stage_bytes, c.num_wgs),
             values=self.pipeline(c.num_stages, self.other.bytes, c.num_wgs) if self.v_has_pipeline else None,
             biases=self.pipeline(c.own_stages, self.bias.bytes, c.num_wgs) if self.keeps_bias else None,
+            exchange=self.allocate_exchange(smem),
         )  # fmt: skip
+
+    def allocate_exchange(self, smem):
+        """What the CTAs of a cluster exchange, if there is one."""
 
     def pipeline(self, num_stages: int, num_bytes: int, num_wgs: int):
         """num_wgs: the warp groups that read each stage."""

@@ -1,4 +1,4 @@
-"""Items of the kernels that sum the gradient of a bias over the heads and batches that share it."""
+"""Items of kernels that walk over the heads and batches that share a matrix of the bias."""
 
 from typing import NamedTuple
 
@@ -9,9 +9,9 @@ from quackish.ops.attention.kernels.items import Head
 
 
 class BiasItem(NamedTuple):
-    """A unit of work: a tile of dbias, and the heads [first, last) that are summed."""
+    """A unit of work: a tile of the bias, and the heads [first, last) of those that share it."""
 
-    head: Head  # of dbias
+    head: Head  # of the bias
     tile_q: Int32
     tile_k: Int32
     part: Int32
@@ -20,13 +20,13 @@ class BiasItem(NamedTuple):
 
 
 class BiasItems:
-    """args: the kernel's, with `dbias`, `part`, `parts`, `batches` and `bias_heads`."""
+    """args: the kernel's, with `parts`, `batches` and `heads_of_bias`, and for `start_of_part` `dbias` and `part`."""
 
     @cute.jit
     def items(self, args) -> Int32:
         s = args.scores
         tiles = cute.ceil_div(s.num_q, self.tile_q) * cute.ceil_div(s.num_k, self.tile_k)
-        return tiles * args.batches * args.bias_heads * args.parts
+        return tiles * args.batches * args.heads_of_bias * args.parts
 
     @cute.jit
     def bias_item(self, i: Int32, args) -> BiasItem:
@@ -35,21 +35,21 @@ class BiasItems:
         tiles_k, tiles_q = cute.ceil_div(s.num_k, self.tile_k), cute.ceil_div(s.num_q, self.tile_q)
         tile_k, i = i % tiles_k, i // tiles_k
         tile_q, i = i % tiles_q, i // tiles_q
-        head, i = i % args.bias_heads, i // args.bias_heads
+        head, i = i % args.heads_of_bias, i // args.heads_of_bias
         batch, part = i % args.batches, i // args.batches
-        summed = (s.batch // args.batches) * (s.heads // args.bias_heads)
-        first, last = part * summed // args.parts, (part + 1) * summed // args.parts
+        summed = (s.batch // args.batches) * (s.heads // args.heads_of_bias)
+        first, last = (Int32(Int64(part + i) * summed // args.parts) for i in range(2))
         return BiasItem(
             head=Head(batch, head, Int32(0)), tile_q=tile_q, tile_k=tile_k, part=part, first=first, last=last
         )
 
     @cute.jit
     def head_at(self, i: Int32, args, head: Head) -> Head:
-        """The i-th head that is summed; `head` is that of dbias."""
+        """The i-th of the heads that share `head` of the bias."""
         s = args.scores
-        per_batch = s.heads // args.bias_heads
+        per_batch = s.heads // args.heads_of_bias
         batch = i // per_batch if args.batches == 1 else head.batch
-        query_head = i % per_batch if args.bias_heads == 1 else head.query_head
+        query_head = i % per_batch if args.heads_of_bias == 1 else head.query_head
         return Head(batch, query_head, query_head // s.group)
 
     @cute.jit

@@ -13,7 +13,7 @@ class TmaTensor(NamedTuple):
 
 
 class PerTensor(NamedTuple):
-    """Something for each tensor that a kernel copies by TMA; None for the others."""
+    """Something for each tensor that a kernel copies by TMA, or keeps in shared memory; None for the others."""
 
     q: Any = None
     do: Any = None
@@ -39,5 +39,6 @@ class Cta(NamedTuple):
     loaded: Any  # pipeline of loaded tiles
     values: Any  # pipeline of v's tiles where they have their own, or None
     biases: Any  # pipeline of tiles of the bias that are kept during an item, or None
+    exchange: Any = None  # a `ClusterSum`, or None
     bias_stage: Any = None  # the stage of the bias's tile, where an item keeps it
     bias_policy: Any = None  # the L2 cache policy for the bias, in the warp that loads it

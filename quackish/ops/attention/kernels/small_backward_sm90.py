@@ -3,7 +3,7 @@
     p = exp2(x - shift)    dv = p^T do    ds = p * (do v^T - delta)    dk = scale * ds^T q    dq = scale * ds k
 
 Accumulators of x and ds are transposed, as in the kernel for dk and dv; ds is an operand of dq from shared memory. The
-gradient of a bias is ds, or the sum of ds over an item in a fixed order: then whoever launches it sums the parts.
+gradient of a bias is ds, or the sum of ds over an item in a fixed order: then the host sums the parts with PyTorch.
 """
 
 import cutlass

@@ -1,8 +1,9 @@
 """The base of attention's kernels for d 32 and at most 2 * BLOCK queries and keys.
 
-A worker computes one matrix of scores after another, of the heads and batches that share a matrix of the bias, which it
-keeps in shared memory. Each of the two consumer warp groups is a worker, with a producer warp of its own, where BLOCK
-queries and keys are enough (`pairs`). Otherwise both are one worker, and each has a block of rows.
+A worker computes the scores of one head after another, of those that share a matrix of the bias. For at most BLOCK
+queries and keys, each of the two consumer warp groups is a worker with a producer warp of its own, so that a CTA has a
+pair of heads at a time. For more, both are one worker, and each has a block of rows. A bias that TMA cannot load is
+copied to shared memory once per item.
 """
 
 import cutlass
@@ -161,6 +162,10 @@ class SmallAttentionSm90(BiasItems, AttentionSm90):
                 values = self.kept_vector(cta, i).load()
                 for n in cutlass.range_constexpr(VECTOR):
                     self.add(acc, i + n, factor, values[n], shift)
+
+    @cute.jit
+    def add_fp32_bias(self, acc: cute.Tensor, factor: Float32, bias: cute.Pointer, block: ScoreBlock, shift):
+        AttentionScores.add_fp32_bias(self, acc, factor, bias, self.opaque(block), shift)
 
     @cute.jit
     def mask_out(self, acc: cute.Tensor, cta: Cta, stage, block: ScoreBlock, kept):
