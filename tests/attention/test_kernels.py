@@ -91,11 +91,11 @@ def test_bias_of_all_batches_emulated(kind):
 
 
 CLUSTERS = {  # dq and dbias in one kernel: CTAs of a cluster, and the call
-    "a CTA": (1, lambda: case(3, 1, 130, 176, 24, bias=(1, 1, 130, 176))),
-    "two CTAs": (2, lambda: case(5, 2, 140, 256, 32, bias=(1, 2, 140, 256))),
-    "bias of all heads": (2, lambda: case(2, 3, 129, 384, 32, bias=(1, 1, 129, 384), dtype=FP16)),
-    "mask of keys": (4, lambda: mask_of_keys_case(4, 1, 136, 696, 32, bias=(1, 1, 136, 696))),
-    "five CTAs, GQA": (5, lambda: case(4, 2, 64, 600, 16, kv_heads=1, bias=(1, 2, 64, 600))),
+    "a CTA": (1, lambda: case(3, 1, 70, 176, 24, bias=(1, 1, 70, 176))),
+    "two CTAs": (2, lambda: case(5, 1, 70, 256, 32, bias=(1, 1, 70, 256))),
+    "two CTAs, bias of all heads": (2, lambda: case(2, 2, 129, 336, 32, bias=(1, 1, 129, 336), dtype=FP16)),
+    "four CTAs, mask of keys": (4, lambda: mask_of_keys_case(3, 1, 40, 456, 32, bias=(1, 1, 40, 456))),
+    "five CTAs, GQA": (5, lambda: case(2, 2, 20, 600, 16, kv_heads=1, bias=(1, 2, 20, 600))),
 }
 
 
@@ -103,7 +103,7 @@ CLUSTERS = {  # dq and dbias in one kernel: CTAs of a cluster, and the call
 def test_clusters_emulated(kind):
     ctas, make = CLUSTERS[kind]
     args = make()
-    with emulated(QUICK) as report:
+    with emulated(QUICK, sm_count=5) as report:
         got = step(args)
     assert launches(report)[-1] == "attention_bwd_queries_bias"
     assert report.launches[-1].cluster[0] == ctas
