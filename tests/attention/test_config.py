@@ -19,6 +19,7 @@ from quackish.ops.attention.config import (
     keys_ahead,
     own_in_registers,
     parts_of_workers,
+    resident_clusters,
 )
 from quackish.ops.attention.prepared import Prepared
 from quackish.ops.attention.problems import (
@@ -87,7 +88,7 @@ def problems():
         if has_bias:
             yield "attention_bwd_bias", AttentionBiasProblem(**fields | dict(wide=False))
     for masked in (dict(mask=True, mask_of_keys=True), {}):
-        for ctas, blocks in ((1, 3), (2, 2), (4, 3), (5, 2)):
+        for ctas, blocks in ((1, 3), (2, 3), (3, 3), (4, 2), (4, 3), (5, 2)):
             fields = dict(dtype=BF16, d=32, bias_dtype=BF16, ctas=ctas, blocks=blocks, in_parts=ctas > 1) | masked
             yield "attention_bwd_queries_bias", AttentionQueriesBiasProblem(**fields)
     for fields in SMALL_FIELDS:
@@ -236,8 +237,17 @@ def test_the_order_of_tiles_is_one_of_128_rows():
 
 
 def test_clusters_of_keys():
-    found = [cluster_of_keys(num_k) for num_k in (129, 256, 384, 512, 640, 768, 769)]
-    assert found == [(1, 3), (2, 2), (2, 3), (4, 2), (5, 2), (4, 3), None]
+    found = [cluster_of_keys(num_k) for num_k in (129, 256, 384, 512, 513, 640, 768, 769)]
+    assert found == [(1, 3), (2, 2), (2, 3), (4, 2), (3, 3), (5, 2), (4, 3), None]
+
+
+def test_parts_take_at_most_104_mb():
+    """As the guide says: 8 parts of each worker."""
+    for num_k, summed, tensors in itertools.product((128, 192, 384, 576, 768), (100, 1000, 100_000), (1, 3, 40)):
+        ctas, _ = cluster_of_keys(num_k)
+        tiles = tensors * -(-num_k // 128)
+        parts = parts_of_workers(summed, tiles, resident_clusters(ctas, 132))
+        assert parts == 1 or 4 * parts * tiles * 128 * num_k < 104e6
 
 
 def test_parts_of_a_broadcast_sum():

@@ -95,6 +95,7 @@ CLUSTERS = {  # dq and dbias in one kernel: CTAs of a cluster, and the call
     "two CTAs": (2, lambda: case(5, 1, 70, 256, 32, bias=(1, 1, 70, 256))),
     "two CTAs, bias of all heads": (2, lambda: case(2, 2, 129, 336, 32, bias=(1, 1, 129, 336), dtype=FP16)),
     "four CTAs, mask of keys": (4, lambda: mask_of_keys_case(3, 1, 40, 456, 32, bias=(1, 1, 40, 456))),
+    "three CTAs, which own a sum twice or more": (3, lambda: case(8, 1, 10, 528, 8, bias=(1, 1, 10, 528))),
     "five CTAs, GQA": (5, lambda: case(2, 2, 20, 600, 16, kv_heads=1, bias=(1, 2, 20, 600))),
 }
 
@@ -165,14 +166,17 @@ def test_which_calls_are_small(sizes, options, is_small):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("length", [49, 100])
-def test_a_small_head_does_not_depend_on_the_batch_emulated(length):
-    args = case(5, 2, length, d=32, bias=(1, 2, length, length))
-    one = {name: t[-1:, 1:].detach().requires_grad_(t.requires_grad) for name, t in args.items()}
+@pytest.mark.parametrize("sizes, bias_heads", [((49, 49), 2), ((100, 100), 2), ((20, 256), 1)])
+def test_a_head_does_not_depend_on_the_batch_emulated(sizes, bias_heads):
+    """Small calls, and a bias of all heads whose gradient a kernel computes with dq."""
+    args = case(4, 2, *sizes, d=32, bias=(1, bias_heads, *sizes), dtype=FP16)
+    heads = slice(2 - bias_heads, 2)  # a bias of all heads stays broadcast
+    one = {name: t[-1:, heads if t.shape[1] > 1 else slice(None)] for name, t in args.items()}
+    one = {name: t.detach().requires_grad_(t.requires_grad) for name, t in one.items()}
     with emulated(QUICK):
         many, alone = step_without_cpu(args), step_without_cpu(one)
     for name in ("o", *GRADS[:3]):
-        assert same_bits(many[name][-1:, 1:], alone[name]), name
+        assert same_bits(many[name][-1:, heads], alone[name]), name
 
 
 @pytest.mark.exhaustive

@@ -131,10 +131,10 @@ def attention_config(problem: AttentionProblem, gpu: Gpu) -> AttentionConfig:
 MIN_DIVIDED = 4  # heads that a sum in parts has at least: adding parts takes two more kernels. Not measured
 
 
-def parts_of_workers(summed: int, tiles: int, workers: int, cost: int = 2) -> int:
-    """In how many parts the walk over `summed` heads that share a tile of the bias is divided, to occupy the workers.
+def parts_of_workers(summed: int, tiles: int, workers: int, cost: int = 4) -> int:
+    """In how many parts workers walk over the `summed` heads that share one of `tiles` of the bias.
 
-    tiles: of the bias. cost: how many heads take as long as a part itself, whose bias is read and whose sum is written
+    cost: how many heads take as long as a part itself, whose sum is written and read; not measured
     """
     if summed < MIN_DIVIDED:
         return 1
@@ -163,7 +163,7 @@ def resident_clusters(ctas: int, sm_count: int) -> int:
 
     The SMs of a GPC, 16 or 18 of them, may not be a multiple: an H200 runs 30 clusters of four on 132 SMs.
     """
-    return sm_count // ctas if ctas < 3 else max(1, sm_count * 10 // 11 // ctas)
+    return max(1, sm_count // ctas if ctas < 3 else sm_count * 10 // 11 // ctas)
 
 
 def cluster_of_keys(num_k: int) -> tuple[int, int] | None:

@@ -14,10 +14,8 @@ from quackish.device import choose
 from quackish.device.arguments import by_name
 from quackish.device.cuda import address
 from quackish.device.kernel_device import KernelDevice
-from quackish.device.work import ceil_div
 from quackish.once import once
 from quackish.ops.attention.arguments import (
-    BLOCK,
     MAX_D,
     BiasArgs,
     ForwardArgs,
@@ -32,7 +30,7 @@ from quackish.ops.attention.arguments import (
     SmallForwardArgs,
     Strided,
 )
-from quackish.ops.attention.config import bias_parts, parts_of_workers, resident_clusters
+from quackish.ops.attention.config import bias_parts
 from quackish.ops.attention.mask_plan import contiguous_strides, layout_of_plan
 from quackish.ops.attention.prepared import (
     UNBOUNDED,
@@ -159,7 +157,7 @@ class AttentionSteps:
     ) -> Gradients:  # fmt: skip
         """Launches one kernel if the call `is_small`.
 
-        Otherwise: one for statistics of rows, one for dk and dv, one for dq, and one for a broadcast bias.
+        Otherwise: one for statistics of rows, one for dk and dv, and one or two for dq and a broadcast bias.
         """
         inputs, call = self._prepare_call(inputs, options)
         q, _, _, bias, _ = inputs
@@ -220,12 +218,9 @@ class AttentionSteps:
     def _queries_and_bias(
         self, bias: Tensor, scores: ScoreArgs, do: Strided, stats: Tensor, dq: Strided, call: Prepared
     ) -> Tensor:  # fmt: skip
-        """Computes dq, and the gradient of a bias that is broadcast over the batch."""
-        ctas, blocks = call.cluster
+        """Computes dq, and the gradient of a broadcast bias."""
+        (ctas, blocks), parts = call.cluster, call.parts_of_clusters
         batches, heads = bias.shape[:2]
-        summed, tiles = scores.batch // batches * (scores.heads // heads), ceil_div(scores.num_q, 2 * BLOCK)
-        clusters = resident_clusters(ctas, self.device.gpu.sm_count)
-        parts = parts_of_workers(summed, batches * heads * tiles, clusters)
         sums = self._sums(bias, parts)
         args = by_name(BiasArgs)(
             scores=scores, do=do, stats=stats.data_ptr(), stats_row=call.stats_row, dq=dq,

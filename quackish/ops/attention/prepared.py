@@ -12,7 +12,7 @@ from quackish.device.arguments import by_name
 from quackish.device.cuda import dtype_name, name_of
 from quackish.device.work import ceil_div
 from quackish.ops.attention.arguments import BLOCK, ScoreArgs, Strided
-from quackish.ops.attention.config import cluster_of_keys, parts_of_workers
+from quackish.ops.attention.config import cluster_of_keys, parts_of_workers, resident_clusters
 from quackish.ops.attention.mask_plan import contiguous_strides, layout_of_plan
 from quackish.ops.attention.problems import AttentionMaskProblem, AttentionOrderProblem, AttentionRowsProblem
 from quackish.ops.attention.reference import Inputs, Options, strides_like
@@ -80,14 +80,17 @@ class Prepared:
         self.is_small = is_small(inputs, options)
         batches, heads_of_bias = (batch, heads) if bias is None else bias.shape[:2]
         workers = max_ctas * (2 if self._of_small["pairs"] else 1)
-        parts = parts_of_workers(batch // batches * (heads // heads_of_bias), batches * heads_of_bias, workers)
+        summed = batch // batches * (heads // heads_of_bias)
+        parts = parts_of_workers(summed, batches * heads_of_bias, workers)
         self.items = dict(parts=parts, batches=batches, heads_of_bias=heads_of_bias)  # of `SmallForwardArgs`
         self.owns_bias = (batches, heads_of_bias) == (batch, heads)  # it is not broadcast
 
-        # dq and the gradient of a bias of all batches in one kernel
-        self.cluster = None
-        if plain and not self.is_small and bias is not None and bias.shape[0] < batch:
-            self.cluster = cluster_of_keys(num_k)
+        # dq and the gradient of a broadcast bias in one kernel
+        is_broadcast = bias is not None and not self.owns_bias
+        self.cluster = cluster_of_keys(num_k) if plain and is_broadcast and not self.is_small else None
+        if self.cluster is not None:
+            tiles, clusters = ceil_div(num_q, 2 * BLOCK), resident_clusters(self.cluster[0], max_ctas)
+            self.parts_of_clusters = parts_of_workers(summed, batches * heads_of_bias * tiles, clusters)
 
         # results
         self.o, self.dk, self.dv = Result.like(q), Result.like(k), Result.like(v)

@@ -269,7 +269,7 @@ class AttentionBiasProblem(AttentionProblem):
 
 @dataclasses.dataclass(frozen=True)
 class AttentionQueriesBiasProblem(AttentionBiasProblem):
-    """dq too, for d 32, a bias that TMA can load, and no mask but one of keys."""
+    """dq too, for d 32, a bias of 16 bits that TMA can load, no softcap or band, and no mask but one of keys."""
 
     ctas: int = 2  # of a cluster, which together have all keys
     blocks: int = 2  # of keys of a CTA
@@ -278,10 +278,7 @@ class AttentionQueriesBiasProblem(AttentionBiasProblem):
     tiles = (BLOCK,)
     preferred = ((BLOCK, 3), (BLOCK, 2), (BLOCK, 1))
 
-    @property
-    def keys(self) -> int:
-        """How many keys a cluster has room for."""
-        return self.ctas * self.blocks * BLOCK
+    own_stages = (1,)  # a CTA has one item
 
     def own_bytes(self, rows: int, tile: int) -> int:
         return rows * self.blocks * BLOCK * self.bias_bytes

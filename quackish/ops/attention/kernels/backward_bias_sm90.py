@@ -3,7 +3,7 @@
     dbias = sum over these of ds,    ds = exp2(x - shift) * (do v^T - delta)
 
 A CTA has a tile of dbias, (num_wgs blocks of 64 queries) x (tile keys), and sums ds over the heads of its part in a
-fixed order. It loads its tile of the bias once. The parts are summed by whoever launches it.
+fixed order. It loads its tile of the bias once. The host sums the parts with PyTorch.
 """
 
 import cutlass

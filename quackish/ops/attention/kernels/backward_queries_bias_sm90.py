@@ -45,13 +45,13 @@ class AttentionQueriesBiasSm90(AttentionBiasSm90):
         return ClusterSum.allocate(smem, self.cluster, self.config.num_wgs, self.d // 2)
 
     def wait_at_end(self):
-        """Others of the cluster send to this CTA's shared memory."""
+        """Waits for the cluster, whose CTAs use each other's shared memory."""
         if self.cluster > 1:
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
     def ctas(self, args: BiasArgs) -> Int32:
-        """An item each. How many clusters are resident at once depends on the GPU's SMs that have faults."""
+        """One per item, because the number of resident clusters is unknown on the host."""
         return self.items(args)
 
     @cute.jit
@@ -96,7 +96,7 @@ class AttentionQueriesBiasSm90(AttentionBiasSm90):
                 self.multiply(x, mmas, rQ[q], rK[k])
                 self.multiply(dp, mmas, rDO[q], rV[k])
                 if const_expr(b == 0):
-                    # Meanwhile what is left to do of the two steps before.
+                    # Overlaps with these matmuls.
                     self.receive_dq(cta, n - 2, item, blocks[0])
                     self.send_dq(dq, cta, n - 1, item, blocks[0])
                     dq.fill(0.0)
@@ -127,7 +127,7 @@ class AttentionQueriesBiasSm90(AttentionBiasSm90):
         bias = cute.make_tensor(bias.iterator + b * self.bias.block // self.bias.itemsize, bias.layout)
         return cta._replace(shared=cta.shared._replace(bias=bias), bias_stage=0)
 
-    # dq of the n-th head, which the CTAs of the cluster own in turn. Nothing happens for n < item.first.
+    # dq of the n-th head, which the CTAs of the cluster own in turn; for n < item.first there is none.
 
     @cute.jit
     def send_dq(self, dq: cute.Tensor, cta: Cta, n: Int32, item: BiasItem, block: ScoreBlock):

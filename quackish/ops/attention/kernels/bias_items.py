@@ -20,7 +20,7 @@ class BiasItem(NamedTuple):
 
 
 class BiasItems:
-    """args: the kernel's, with `parts`, `batches` and `heads_of_bias`, and for `start_of_part` `dbias` and `part`."""
+    """The kernel's args have `parts`, `batches` and `heads_of_bias`; for `start_of_part` also `dbias` and `part`."""
 
     @cute.jit
     def items(self, args) -> Int32:

@@ -1,4 +1,4 @@
-"""Sums of accumulators over the CTAs of a cluster, in a fixed order: the CTAs own one sum after another in turn.
+"""Sums of accumulators over the CTAs of a cluster, in a fixed order. The CTAs own the sums in turn.
 
 Every CTA sends its accumulator to the owner's shared memory, where a barrier counts the bytes. The owner adds those of
 all CTAs in the order of their ranks, and tells every CTA that its memory is free for the next sum that it owns.
@@ -36,28 +36,29 @@ class ClusterSum(NamedTuple):
 
 
 @cute.jit
-def send_to_owner(of: ClusterSum, acc: cute.Tensor, step: Int32, wg: Int32, tid: Int32):
+def send_to_owner(sums: ClusterSum, acc: cute.Tensor, step: Int32, wg: Int32, tid: Int32):
     """Sends a warp group's accumulator to the owner of a step."""
-    num_ctas, num_wgs = of.received.shape[2], of.received.shape[0] // 128
+    num_ctas, num_wgs = sums.received.shape[2], sums.received.shape[0] // 128
     owner, turn, rank = step % num_ctas, step // num_ctas, cute.arch.block_idx_in_cluster()
-    cute.arch.mbarrier_wait(of.empty + (owner * num_wgs + wg), (turn + 1) % 2)
+    cute.arch.mbarrier_wait(sums.empty + (owner * num_wgs + wg), (turn + 1) % 2)
     for i in cutlass.range_constexpr(cute.size(acc)):
-        to = of.received[tid, i, None].iterator + rank * of.received.stride[2]
-        cute.arch.store_async_dsmem(to, acc[i].bitcast(Int32), of.full + wg, owner)
+        to = sums.received[tid, i, None].iterator + rank * sums.received.stride[2]
+        cute.arch.store_async_dsmem(to, acc[i].bitcast(Int32), sums.full + wg, owner)
 
 
 @cute.jit
-def received_sum(of: ClusterSum, acc: cute.Tensor, step: Int32, wg: Int32, tid: Int32):
+def received_sum(sums: ClusterSum, acc: cute.Tensor, step: Int32, wg: Int32, tid: Int32):
     """acc = sum over the CTAs, in the owner."""
-    num_ctas, num_wgs = of.received.shape[2], of.received.shape[0] // 128
+    num_ctas, num_wgs = sums.received.shape[2], sums.received.shape[0] // 128
     rank, turn = step % num_ctas, step // num_ctas
     if tid % 128 == 0:
-        cute.arch.mbarrier_arrive_and_expect_tx(of.full + wg, 128 * 4 * const_expr(cute.size(acc) * num_ctas))
-    cute.arch.mbarrier_wait(of.full + wg, turn % 2)
+        cute.arch.mbarrier_arrive_and_expect_tx(sums.full + wg, 128 * 4 * const_expr(cute.size(acc) * num_ctas))
+    cute.arch.mbarrier_wait(sums.full + wg, turn % 2)
     for i in cutlass.range_constexpr(cute.size(acc)):
-        acc[i] = of.received[tid, i, 0]
+        acc[i] = sums.received[tid, i, 0]
         for r in cutlass.range_constexpr(1, num_ctas):
-            acc[i] = acc[i] + of.received[tid, i, r]
+            acc[i] = acc[i] + sums.received[tid, i, r]
     cute.arch.sync_warp()
     if tid % 32 < num_ctas:
-        cute.arch.mbarrier_arrive(of.empty + (rank * num_wgs + wg), tid % 32)
+        # As consumers release stages that TMA fills for several CTAs: without a fence, because the reads are complete.
+        cute.arch.mbarrier_arrive(sums.empty + (rank * num_wgs + wg), tid % 32)

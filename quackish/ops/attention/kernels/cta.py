@@ -13,7 +13,7 @@ class TmaTensor(NamedTuple):
 
 
 class PerTensor(NamedTuple):
-    """Something for each tensor that a kernel copies by TMA, or keeps in shared memory; None for the others."""
+    """Something for each tensor that TMA copies or shared memory keeps; None for the others."""
 
     q: Any = None
     do: Any = None
