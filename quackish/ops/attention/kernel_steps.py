@@ -39,7 +39,7 @@ from quackish.ops.attention.prepared import (
     Problem,
     broadcast_strides,
     has_aligned_rows,
-    is_small,
+    is_small_forward,
     legal_strides,
     mask_of_keys,
     strided,
@@ -108,7 +108,7 @@ class AttentionSteps:
         num_q, num_k = inputs.q.shape[2], inputs.k.shape[2]
         layout = layout_of_plan(mask.shape, num_q, num_k)
         plan = self.empty((layout.bytes,), (1,), torch.uint8)
-        if is_small(inputs, options):  # no kernel reads it
+        if is_small_forward(inputs, options):  # no kernel reads it
             return plan
         batches, heads, rows, columns = mask.shape
         start = plan.data_ptr()
@@ -143,8 +143,9 @@ class AttentionSteps:
         results: dict[str, Any] = dict(
             o=strided_at(out.data_ptr(), *call.o.strides), lse=lse.data_ptr(), lse_residual=residual.data_ptr()
         )
-        if call.is_small:
-            args = by_name(SmallForwardArgs)(scores=call.scores(inputs, plan), **results, **call.items)
+        if call.is_small_forward:
+            scores = call.scores(inputs, plan, small=True)
+            args = by_name(SmallForwardArgs)(scores=scores, **results, **call.items)
             self._launch(call.small_forward(), args)
         else:
             args = by_name(ForwardArgs)(scores=call.scores(inputs, plan), **results)
@@ -266,7 +267,7 @@ class AttentionSteps:
             sums = self._rows_of_16_bytes(bias.shape, bias.dtype)
         dq, dk, dv = self.empty(*call.o.memory), self.empty(*call.dk.memory), self.empty(*call.dv.memory)
         args = by_name(SmallBackwardArgs)(
-            scores=call.scores(inputs, plan), do=strided(do), o=strided(out), lse=lse.data_ptr(),
+            scores=call.scores(inputs, plan, small=True), do=strided(do), o=strided(out), lse=lse.data_ptr(),
             lse_residual=residual.data_ptr(), dlse=address(dlse), dq=strided_at(dq.data_ptr(), *call.o.strides),
             dk=strided_at(dk.data_ptr(), *call.dk.strides), dv=strided_at(dv.data_ptr(), *call.dv.strides),
             dbias=None if sums is None else Strided(sums.data_ptr(), *sums.stride()[-4:-1]),

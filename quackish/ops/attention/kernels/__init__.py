@@ -7,8 +7,8 @@ backward_queries_sm90.py  dq
 backward_product_sm90.py  dq from ds in memory
 backward_bias_sm90.py     dbias of a broadcast bias
 backward_queries_bias_sm90.py  dq and dbias of a bias that all batches share
-small_forward_sm90.py     o and lse for at most 128 queries and keys and d 32
-small_backward_sm90.py    dq, dk, dv and dbias for the same
+small_forward_sm90.py     o and lse for at most 128 queries and keys and d 32, where it is faster
+small_backward_sm90.py    dq, dk, dv and dbias for at most 128 queries and keys and d 32
 mask_classes.py           which blocks of a mask leave no key, some keys or all keys
 tile_order.py             the order in which tiles start under a mask
 
