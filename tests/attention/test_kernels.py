@@ -134,7 +134,8 @@ def test_small_emulated(kind):
         got = step(args)
     num_q, num_k = args["query"].shape[2], args["key"].shape[2]
     has_forward = max(num_q, num_k) <= 64 or num_k % 8 != 0
-    assert launches(report)[-1] == "attention_small_bwd" and "attention_bwd_rows" not in launches(report)
+    assert launches(report)[-1] == "attention_small_bwd"
+    assert "attention_bwd_rows" not in launches(report)
     assert ("attention_small_fwd" in launches(report)) == has_forward
     assert ("attention_mask" in launches(report)) == ("attn_mask" in args and not has_forward)
     assert_right(got, truth(args))
