@@ -6,7 +6,7 @@ backward_keys_sm90.py     dk, dv, and dbias if the bias is not broadcast
 backward_queries_sm90.py  dq
 backward_product_sm90.py  dq from ds in memory
 backward_bias_sm90.py     dbias of a broadcast bias
-backward_queries_bias_sm90.py  dq and dbias of a bias that all batches share
+backward_queries_bias_sm90.py  dq and dbias of a broadcast bias at d 32
 small_forward_sm90.py     o and lse for at most 128 queries and keys and d 32, where it is faster
 small_backward_sm90.py    dq, dk, dv and dbias for at most 128 queries and keys and d 32
 mask_classes.py           which blocks of a mask leave no key, some keys or all keys

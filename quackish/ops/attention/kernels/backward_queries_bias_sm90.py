@@ -1,4 +1,4 @@
-"""Backward of attention on Hopper: dq, and the gradient of a bias that is broadcast over the batch.
+"""Backward of attention on Hopper: dq, and the gradient of a broadcast bias.
 
     ds = exp2(x - shift) * (do v^T - delta)    dq = scale * ds k    dbias = sum of ds
 

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
@@ -38,7 +39,8 @@ class BiasItems:
         head, i = i % args.heads_of_bias, i // args.heads_of_bias
         batch, part = i % args.batches, i // args.batches
         summed = (s.batch // args.batches) * (s.heads // args.heads_of_bias)
-        first, last = (Int32(Int64(part + i) * summed // args.parts) for i in range(2))
+        least, more = summed // args.parts, summed % args.parts  # the first ones have one more
+        first, last = (i * least + cutlass.min(i, more) for i in (part, part + 1))
         return BiasItem(
             head=Head(batch, head, Int32(0)), tile_q=tile_q, tile_k=tile_k, part=part, first=first, last=last
         )
