@@ -106,7 +106,7 @@ def _passes_all(i: int, j: int, pieces: range) -> bool:
     return j == pieces[0] if j in pieces else not i < pieces[0] < j
 
 
-# Of a warp's instruction on B200: 4 results per cycle and quarter of an SM (CUDA C++ Programming Guide)
+# For an instruction of a warp. A quarter of a B200's SM has 4 results per cycle (CUDA C++ Programming Guide).
 MUFU_CYCLES = 8
 
 

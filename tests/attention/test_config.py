@@ -96,7 +96,7 @@ def problems():
             small = dict(dtype=BF16, d=32, pairs=pairs) | fields
             yield "attention_small_fwd", AttentionSmallForwardProblem(**small)
             bias_dtype = fields.get("bias_dtype")
-            for dbias_dtype in {None, bias_dtype, bias_dtype and FP32}:
+            for dbias_dtype in {None, bias_dtype and FP32}:
                 yield "attention_small_bwd", AttentionSmallBackwardProblem(**small, dlse=True, dbias_dtype=dbias_dtype)
             if bias_dtype == BF16:
                 in_place = dict(dbias_dtype=BF16, ds_is_dbias=True)

@@ -91,8 +91,8 @@ def test_bias_of_all_batches_emulated(kind):
 
 
 CLUSTERS = {  # dq and dbias in one kernel: CTAs of a cluster, and the call
+    "two CTAs": (2, lambda: case(5, 1, 20, 200, 32, bias=(1, 1, 20, 200))),
     "a CTA": (1, lambda: case(3, 1, 70, 176, 24, bias=(1, 1, 70, 176))),
-    "two CTAs": (2, lambda: case(5, 1, 70, 256, 32, bias=(1, 1, 70, 256))),
     "two CTAs, bias of all heads": (2, lambda: case(2, 2, 129, 336, 32, bias=(1, 1, 129, 336), dtype=FP16)),
     "four CTAs, mask of keys": (4, lambda: mask_of_keys_case(3, 1, 40, 456, 32, bias=(1, 1, 40, 456))),
     "three CTAs, which own a sum twice or more": (3, lambda: case(8, 1, 10, 528, 8, bias=(1, 1, 10, 528))),

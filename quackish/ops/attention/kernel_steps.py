@@ -193,7 +193,7 @@ class AttentionSteps:
         self._launch(keys, of_keys)
 
         # dq: together with dbias, from ds if dbias holds it, else with ds computed again
-        if need_dbias and call.cluster is not None:
+        if need_dbias and call.clusters is not None:
             return Gradients(dq, dk, dv, self._queries_and_bias(bias, scores, grad, stats, of_dq, call))
         if keys.problem.ds_is_dbias:
             product = call.kernel(AttentionProductProblem, **_OF_PRODUCT)
@@ -220,7 +220,7 @@ class AttentionSteps:
         self, bias: Tensor, scores: ScoreArgs, do: Strided, stats: Tensor, dq: Strided, call: Prepared
     ) -> Tensor:  # fmt: skip
         """Computes dq, and the gradient of a broadcast bias."""
-        (ctas, blocks), parts = call.cluster, call.parts_of_clusters
+        ctas, blocks, parts = call.clusters
         batches, heads = bias.shape[:2]
         sums = self._sums(bias, parts)
         args = by_name(BiasArgs)(

@@ -87,10 +87,11 @@ class Prepared:
 
         # dq and the gradient of a broadcast bias in one kernel
         is_broadcast = bias is not None and not self.owns_bias
-        self.cluster = cluster_of_keys(num_k) if plain and is_broadcast and not self.is_small else None
-        if self.cluster is not None:
-            tiles, clusters = ceil_div(num_q, 2 * BLOCK), resident_clusters(self.cluster[0], max_ctas)
-            self.parts_of_clusters = parts_of_workers(summed, batches * heads_of_bias * tiles, clusters)
+        cluster = cluster_of_keys(num_k) if plain and is_broadcast and not self.is_small else None
+        self.clusters = None  # or (CTAs of each, blocks of keys of a CTA, parts)
+        if cluster is not None:
+            tiles = batches * heads_of_bias * ceil_div(num_q, 2 * BLOCK)
+            self.clusters = *cluster, parts_of_workers(summed, tiles, resident_clusters(cluster[0], max_ctas))
 
         # results
         self.o, self.dk, self.dv = Result.like(q), Result.like(k), Result.like(v)

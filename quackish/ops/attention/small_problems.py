@@ -23,7 +23,7 @@ class SmallAttentionProblem(AttentionProblem):
 
     @property
     def blocks(self) -> int:
-        """Of queries and of keys in a matrix."""
+        """How many blocks of queries, and of keys, a matrix of scores has."""
         return 1 if self.pairs else 2
 
     def stage_bytes(self, rows: int, tile: int) -> int:

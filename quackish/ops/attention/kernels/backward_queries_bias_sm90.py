@@ -35,7 +35,7 @@ class AttentionQueriesBiasSm90(AttentionBiasSm90):
         return {"q": of_q, "do": of_q, "k": of_k, "v": of_k, "bias": Tiles(self.bias, self.config.own_stages)}
 
     def pipeline(self, num_stages: int, num_bytes: int, num_wgs: int):
-        """Of this CTA alone: by default, only CTA 0 of a cluster would release stages."""
+        """A pipeline of this CTA alone. CUTLASS would let only the first CTA of a cluster release stages."""
         made = super().pipeline(num_stages, num_bytes, num_wgs)
         return dataclasses.replace(made, is_signaling_thread=cute.arch.lane_idx() == 0)
 

@@ -39,8 +39,8 @@ class BiasItems:
         head, i = i % args.heads_of_bias, i // args.heads_of_bias
         batch, part = i % args.batches, i // args.batches
         summed = (s.batch // args.batches) * (s.heads // args.heads_of_bias)
-        least, more = summed // args.parts, summed % args.parts  # the first ones have one more
-        first, last = (i * least + cutlass.min(i, more) for i in (part, part + 1))
+        least, more = summed // args.parts, summed % args.parts  # the first `more` parts have one head more
+        first, last = (p * least + cutlass.min(p, more) for p in (part, part + 1))
         return BiasItem(
             head=Head(batch, head, Int32(0)), tile_q=tile_q, tile_k=tile_k, part=part, first=first, last=last
         )
