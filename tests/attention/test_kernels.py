@@ -90,12 +90,23 @@ def test_bias_of_all_batches_emulated(kind):
     assert_right(got, truth(args))
 
 
+def padded_case(batch, num_q, num_k):
+    """A bias of all batches, of which the even ones and the last two have no keys, and others the first 20 or all."""
+    args = case(batch, 1, num_q, num_k, 16, bias=(1, 1, num_q, num_k), mask=(batch, 1, 1, num_k))
+    keep = args["attn_mask"]
+    keep[:] = False
+    keep[1:-2:4, ..., :20] = keep[3:-2:4] = True
+    return args
+
+
 CLUSTERS = {  # dq and dbias in one kernel: CTAs of a cluster, and the call
     "two CTAs": (2, lambda: case(5, 1, 20, 200, 32, bias=(1, 1, 20, 200))),
     "a CTA": (1, lambda: case(3, 1, 70, 176, 24, bias=(1, 1, 70, 176))),
     "two CTAs, bias of all heads": (2, lambda: case(2, 2, 129, 336, 32, bias=(1, 1, 129, 336), dtype=FP16)),
     "four CTAs, mask of keys": (4, lambda: mask_of_keys_case(3, 1, 40, 456, 32, bias=(1, 1, 40, 456))),
     "three CTAs, which own a sum twice or more": (3, lambda: case(8, 1, 10, 528, 8, bias=(1, 1, 10, 528))),
+    "two CTAs, more heads than a warp has lanes, without keys first and last": (2, lambda: padded_case(70, 20, 264)),
+    "a CTA, padded": (1, lambda: padded_case(5, 70, 176)),
     "five CTAs, GQA": (5, lambda: case(2, 2, 20, 600, 16, kv_heads=1, bias=(1, 2, 20, 600))),
 }
 

@@ -10,14 +10,16 @@ import dataclasses
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
-from quackish.ops.attention.arguments import BLOCK, BiasArgs
+from quackish.kernels.memory import load_at
+from quackish.ops.attention.arguments import BLOCK, EMPTY, FULL, BiasArgs
 from quackish.ops.attention.kernels.backward_bias_sm90 import AttentionBiasSm90
 from quackish.ops.attention.kernels.base_sm90 import Tiles
 from quackish.ops.attention.kernels.bias_items import BiasItem
 from quackish.ops.attention.kernels.cluster_sum import ClusterSum, received_sum, send_to_owner
 from quackish.ops.attention.kernels.cta import Cta
+from quackish.ops.attention.kernels.mask_walk import Tiles as WalkTiles
 from quackish.ops.attention.kernels.scores import ScoreBlock
 
 
@@ -25,7 +27,6 @@ class AttentionQueriesBiasSm90(AttentionBiasSm90):
     def __init__(self, problem, config):
         super().__init__(problem, config)
         self.cluster = problem.ctas
-        self.walks = False  # the CTAs of a cluster take every step together
 
     def tile_sizes(self) -> tuple[int, int]:
         return self.config.num_wgs * BLOCK, self.problem.blocks * BLOCK
@@ -53,6 +54,18 @@ class AttentionQueriesBiasSm90(AttentionBiasSm90):
     def ctas(self, args: BiasArgs) -> Int32:
         """One per item, because the number of resident clusters is unknown on the host."""
         return self.items(args)
+
+    @cute.jit
+    def tiles_at(self, start: Int32, item: BiasItem, args) -> WalkTiles:
+        """The CTAs of a cluster take every step together, so a tile to do is a head of which some key takes part."""
+        t, n = args.scores.classes, start + cute.arch.lane_idx()
+        base = self.start(t, self.head_at(cutlass.min(n, item.last - 1), args, item.head))
+        least, most = Int32(FULL), Int32(EMPTY)
+        for block in cutlass.range(cute.ceil_div(args.scores.num_k, BLOCK), unroll=2):
+            found = load_at(base, Int64(block) * t.column).to(Int32)
+            least, most = cutlass.min(least, found), cutlass.max(most, found)
+        to_do = cute.arch.vote_ballot_sync((most != EMPTY) & (n < item.last))
+        return WalkTiles(start, to_do, cute.arch.vote_ballot_sync(least == FULL))
 
     @cute.jit
     def load_tile(self, cta: Cta, item: BiasItem, n: Int32, state, is_full):
@@ -83,12 +96,16 @@ class AttentionQueriesBiasSm90(AttentionBiasSm90):
         blocks = self.score_blocks(item, wg, thread)
         for b in cutlass.range_constexpr(num_blocks):
             totals[b].fill(0.0)
+        dq.fill(0.0)
+        steps = self.write_zeros(dq, args, item, blocks[0])
+        before = two_before = Int32(0)  # heads of these steps
         cta.biases.consumer_wait(kept)
-        for n in cutlass.range(item.first, item.last, unroll=1):
+        for step in cutlass.range(steps, unroll=1):
+            loaded.consumer_wait(read)
+            n, is_full = self.loaded_tile(cta.walk, read.index, item.first + step)
             head = self.head_at(n, args, item.head)
             blocks = [block._replace(head=head) for block in blocks]
-            masks = [self.kept_keys(args.scores, block, None) for block in blocks]
-            loaded.consumer_wait(read)
+            masks = [self.kept_keys(args.scores, block, is_full) for block in blocks]
             q = (None, None, None, read.index * self.config.num_wgs + wg)
             self.read_stats(stats, shared.stats[None, None, read.index], wg * BLOCK, thread)
             for b in cutlass.range_constexpr(num_blocks):
@@ -97,12 +114,12 @@ class AttentionQueriesBiasSm90(AttentionBiasSm90):
                 self.multiply(dp, mmas, rDO[q], rV[k])
                 if const_expr(b == 0):
                     # Overlaps with these matmuls.
-                    self.receive_dq(cta, n - 2, item, blocks[0])
-                    self.send_dq(dq, cta, n - 1, item, blocks[0])
+                    self.receive_dq(cta, two_before, step - 2, item, blocks[0])
+                    self.send_dq(dq, cta, before, step - 1, item, blocks[0])
                     dq.fill(0.0)
                 cute.nvgpu.warpgroup.wait_group(0)
                 shift = self.shift(self.per_row(shifts), shifts, n, item)
-                self.scores(x, self.of_block(cta, b), read.index, blocks[b], shift, None, None, masks[b])
+                self.scores(x, self.of_block(cta, b), read.index, blocks[b], shift, None, is_full, masks[b])
                 for v in cutlass.range_constexpr(cute.size(x)):
                     x[v] = cute.math.exp2(x[v], fastmath=True) * (dp[v] - delta[v])
                     totals[b][v] = totals[b][v] + x[v]
@@ -111,9 +128,10 @@ class AttentionQueriesBiasSm90(AttentionBiasSm90):
             cute.nvgpu.warpgroup.wait_group(0)
             self.release(loaded, read)
             read.advance()
-        self.receive_dq(cta, item.last - 2, item, blocks[0])
-        self.send_dq(dq, cta, item.last - 1, item, blocks[0])
-        self.receive_dq(cta, item.last - 1, item, blocks[0])
+            before, two_before = n, before
+        self.receive_dq(cta, two_before, steps - 2, item, blocks[0])
+        self.send_dq(dq, cta, before, steps - 1, item, blocks[0])
+        self.receive_dq(cta, before, steps - 1, item, blocks[0])
         for b in cutlass.range_constexpr(num_blocks):
             self.write_total(totals[b], args, item, blocks[b])
 
@@ -127,22 +145,35 @@ class AttentionQueriesBiasSm90(AttentionBiasSm90):
         bias = cute.make_tensor(bias.iterator + b * self.bias.block // self.bias.itemsize, bias.layout)
         return cta._replace(shared=cta.shared._replace(bias=bias), bias_stage=0)
 
-    # dq of the n-th head, which the CTAs of the cluster own in turn; for n < item.first there is none.
+    @cute.jit
+    def write_zeros(self, zeros: cute.Tensor, args: BiasArgs, item: BiasItem, block: ScoreBlock) -> Int32:
+        """Stores the zeros of dq of heads that the walk leaves out, and returns how many it has, for a whole warp."""
+        if const_expr(not self.walks):
+            return item.last - item.first
+        steps, rank = Int32(0), cute.arch.block_idx_in_cluster()
+        for start in cutlass.range(item.first, item.last, 32, unroll=1):
+            to_do = self.tiles_at(start, item, args).to_do
+            steps = steps + cute.arch.popc(to_do)
+            for n in cutlass.range(start, cutlass.min(start + 32, item.last), unroll=1):
+                if ((to_do >> (n - start)) & 1 == 0) & (n % self.cluster == rank):
+                    self.write_dq(zeros, args, n, item, block)
+        return steps
+
+    # dq of a step and its head n, which the CTAs of the cluster own in turn. There is none for a negative step.
 
     @cute.jit
-    def send_dq(self, dq: cute.Tensor, cta: Cta, n: Int32, item: BiasItem, block: ScoreBlock):
+    def send_dq(self, dq: cute.Tensor, cta: Cta, n: Int32, step: Int32, item: BiasItem, block: ScoreBlock):
         """Sends the products of a CTA to the one that owns their sum. One CTA alone stores them."""
-        if n >= item.first:
+        if step >= 0:
             if const_expr(self.cluster == 1):
                 self.write_dq(dq, cta.args, n, item, block)
             else:
-                send_to_owner(cta.exchange, dq, n - item.first, block.wg, block.wg * 128 + block.thread)
+                send_to_owner(cta.exchange, dq, step, block.wg, block.wg * 128 + block.thread)
 
     @cute.jit
-    def receive_dq(self, cta: Cta, n: Int32, item: BiasItem, block: ScoreBlock):
+    def receive_dq(self, cta: Cta, n: Int32, step: Int32, item: BiasItem, block: ScoreBlock):
         """Stores the sum in its owner."""
         if const_expr(self.cluster > 1):
-            step = n - item.first
             if (step >= 0) & (step % self.cluster == cute.arch.block_idx_in_cluster()):
                 dq = self.accumulator(self.d)
                 received_sum(cta.exchange, dq, step, block.wg, block.wg * 128 + block.thread)
