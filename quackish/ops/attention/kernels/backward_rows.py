@@ -35,7 +35,8 @@ class AttentionRows:
     @cute.jit
     def lanes(self, args: RowsArgs) -> Int32:
         """Lanes per row. Each has 8 columns."""
-        return Int32(8) if args.d <= 64 else Int32(16)
+        lanes = Int32(8) if args.d <= 64 else Int32(16)
+        return Int32(4) if args.d <= 32 else lanes
 
     @cute.kernel
     def kernel(self, args: RowsArgs, tiles: Int32):
@@ -62,9 +63,10 @@ class AttentionRows:
                 deltas[i] = products.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
         plane = Int64(args.heads) * args.batch * args.stats_row
         for i in cutlass.range_constexpr(rows_per_thread):
-            row, delta = first + i * step, cute.arch.warp_reduction_sum(deltas[i], threads_in_group=8)
-            of_other_half = cute.arch.shuffle_sync_bfly(delta, offset=8)
-            delta = delta + (of_other_half if lanes == 16 else Float32(0.0))
+            row, delta = first + i * step, deltas[i]
+            for offset in (4, 2, 1, 8):
+                added = cute.arch.shuffle_sync_bfly(delta, offset=offset)
+                delta = delta + (added if offset < lanes else Float32(0.0))
             if column == 0 and row < args.num_q:
                 lse = load_at(args.lse, of_head * args.num_q + row)
                 shift, at = lse * LOG2_E, args.stats + (of_head * args.stats_row + row)

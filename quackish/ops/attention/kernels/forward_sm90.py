@@ -19,9 +19,12 @@ from quackish.ops.attention.kernels.softmax import Softmax
 
 class AttentionForwardSm90(Softmax, AttentionSm90):
     rows_are_queries = True
-    pingpong = True
     v_has_pipeline = True
     least_tiles = 1
+
+    def __init__(self, problem, config):
+        super().__init__(problem, config)
+        self.pingpong = self.d > 32  # at d 32 a triangle of L 768 takes 1.2 % longer with it (H200)
 
     @cute.jit
     def __call__(self, args: ForwardArgs, stream: CUstream):
