@@ -186,7 +186,7 @@ def test_which_calls_are_small(sizes, options, is_small):
 def test_a_head_does_not_depend_on_the_batch_emulated(sizes, bias_heads):
     """Small calls, and a bias of all heads whose gradient a kernel computes with dq."""
     args = case(4, 2, *sizes, d=32, bias=(1, bias_heads, *sizes), dtype=FP16)
-    heads = slice(2 - bias_heads, 2)  # a bias of all heads stays broadcast
+    heads = slice(bias_heads - 1, 2)  # a bias of all heads stays broadcast
     one = {name: t[-1:, heads if t.shape[1] > 1 else slice(None)] for name, t in args.items()}
     one = {name: t.detach().requires_grad_(t.requires_grad) for name, t in one.items()}
     with emulated(QUICK):

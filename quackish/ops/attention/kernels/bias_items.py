@@ -39,11 +39,12 @@ class BiasItems:
         head, i = i % args.heads_of_bias, i // args.heads_of_bias
         batch, part = i % args.batches, i // args.batches
         summed = (s.batch // args.batches) * (s.heads // args.heads_of_bias)
-        least, more = summed // args.parts, summed % args.parts  # the first `more` parts have one head more
-        first, last = (p * least + cutlass.min(p, more) for p in (part, part + 1))
+        per_part = cute.ceil_div(summed, args.parts)
+        first = cutlass.min(part * per_part, summed)
         return BiasItem(
-            head=Head(batch, head, Int32(0)), tile_q=tile_q, tile_k=tile_k, part=part, first=first, last=last
-        )
+            head=Head(batch, head, Int32(0)), tile_q=tile_q, tile_k=tile_k, part=part, first=first,
+            last=cutlass.min(first + per_part, summed),
+        )  # fmt: skip
 
     @cute.jit
     def head_at(self, i: Int32, args, head: Head) -> Head:
