@@ -27,11 +27,6 @@ class AttentionBiasSm90(BiasItems, AttentionSm90):
     def keeps_bias(self) -> bool:
         return self.bias is not None
 
-    @property
-    def skips_full(self) -> bool:
-        p = self.problem
-        return p.mask_aligned and (p.bias_aligned or not p.mask_of_keys)
-
     def shared_tiles(self) -> dict[str, Tiles]:
         of_wgs = Tiles(self.own, self.config.num_wgs * self.config.num_stages)  # loaded, for each warp group
         of_bias = {"bias": Tiles(self.bias, self.config.own_stages)} if self.keeps_bias else {}
@@ -106,20 +101,19 @@ class AttentionBiasSm90(BiasItems, AttentionSm90):
                 cta.biases.consumer_wait(kept)
             for m in cutlass.range(item.first, self.last_of(item, args), unroll=1):
                 loaded.consumer_wait(read)
-                # Reading an unaligned mask, or one of keys beside such a bias, only where needed spills registers.
-                j, is_full = self.loaded_tile(cta.walk, read.index, m, self.skips_full)
+                # Reading an unaligned mask only where needed spills registers.
+                tile = self.loaded_tile(cta.walk, read.index, m, self.problem.mask_aligned)
                 own = read.index * c.num_wgs + wg
                 self.multiply(x, mmas, rQ[None, None, None, own], rK[None, None, None, read.index])
                 self.multiply(dp, mmas, rDO[None, None, None, own], rV[None, None, None, read.index])
                 self.read_stats(stats, shared.stats[None, None, read.index], wg * BLOCK, thread)
                 at = block
-                if const_expr(self.problem.has_unaligned or self.problem.mask_of_keys):
-                    at = block._replace(head=self.head_at(j, args, item.head))
-                kept_keys = self.kept_keys(args.scores, at, is_full)
+                if const_expr(self.problem.has_unaligned):
+                    at = block._replace(head=self.head_at(tile.n, args, item.head))
                 cute.nvgpu.warpgroup.wait_group(0 if self.waits_once else 1)
-                shift = self.shift(self.per_row(shifts), shifts, j, item)
+                shift = self.shift(self.per_row(shifts), shifts, tile.n, item)
                 of_scores = cta._replace(bias_stage=kept.index) if const_expr(self.keeps_bias) else cta
-                self.scores(x, of_scores, read.index, at, shift, None, is_full, kept_keys)
+                self.scores(x, of_scores, read.index, at, shift, None, tile.is_full, tile.kept)
                 for v in cutlass.range_constexpr(cute.size(x)):
                     x[v] = cute.math.exp2(x[v], fastmath=True)
                 if const_expr(not self.waits_once):

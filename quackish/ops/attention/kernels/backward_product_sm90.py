@@ -20,6 +20,7 @@ from quackish.ops.attention.kernels.swizzled_tile import SwizzledTile
 
 class AttentionProductSm90(AttentionSm90):
     rows_are_queries = True
+    tells_keys = False  # ds is 0 where a key takes no part
 
     def shared_tiles(self) -> dict[str, Tiles]:
         self.ds = SwizzledTile(self.dtype, BLOCK, self.tile_k)

@@ -102,10 +102,7 @@ class AttentionQueriesBiasSm90(AttentionBiasSm90):
         cta.biases.consumer_wait(kept)
         for step in cutlass.range(steps, unroll=1):
             loaded.consumer_wait(read)
-            n, is_full = self.loaded_tile(cta.walk, read.index, item.first + step)
-            head = self.head_at(n, args, item.head)
-            blocks = [block._replace(head=head) for block in blocks]
-            masks = [self.kept_keys(args.scores, block, is_full) for block in blocks]
+            n, _, kept_keys = self.loaded_tile(cta.walk, read.index, item.first + step)
             q = (None, None, None, read.index * self.config.num_wgs + wg)
             self.read_stats(stats, shared.stats[None, None, read.index], wg * BLOCK, thread)
             for b in cutlass.range_constexpr(num_blocks):
@@ -119,7 +116,8 @@ class AttentionQueriesBiasSm90(AttentionBiasSm90):
                     dq.fill(0.0)
                 cute.nvgpu.warpgroup.wait_group(0)
                 shift = self.shift(self.per_row(shifts), shifts, n, item)
-                self.scores(x, self.of_block(cta, b), read.index, blocks[b], shift, None, is_full, masks[b])
+                kept_of_block = kept_keys[2 * b :][:2] if const_expr(kept_keys is not None) else None
+                self.scores(x, self.of_block(cta, b), read.index, blocks[b], shift, None, None, kept_of_block)
                 for v in cutlass.range_constexpr(cute.size(x)):
                     x[v] = cute.math.exp2(x[v], fastmath=True) * (dp[v] - delta[v])
                     totals[b][v] = totals[b][v] + x[v]

@@ -33,7 +33,7 @@ class Cta(NamedTuple):
     args: NamedTuple  # of the kernel
     tma: PerTensor  # of `TmaTensor`s
     shared: PerTensor  # tiles in shared memory, (rows, columns, stages): see `AttentionSm90.allocate`
-    walk: cute.Tensor | None  # (stages,) int32: see `MaskWalk`
+    walk: cute.Tensor | None  # (words, stages) int32: see `MaskWalk`
     items: cute.Tensor | None  # (words, own stages) int32: see `OwnTiles`
     own: Any  # pipeline of own tiles, or None
     loaded: Any  # pipeline of loaded tiles

@@ -67,10 +67,9 @@ class AttentionForwardSm90(Softmax, AttentionSm90):
             # the first tile
             keys.consumer_wait(read)
             self.multiply(x, *q, rK[None, None, None, read.index])
-            at, is_full = self.loaded_block(block, cta.walk, read.index, item.first)
-            kept = self.kept_keys(s, at, is_full)
+            at, tile = self.loaded_block(block, cta.walk, read.index, item.first)
             cute.nvgpu.warpgroup.wait_group(0)
-            self.scores(x, cta, read.index, at, None, None, is_full, kept)
+            self.scores(x, cta, read.index, at, None, None, tile.is_full, tile.kept)
             self.release(keys, read)
             self.exponentials(x, top, total, unit)
             self.round_to_operand(p, x)
@@ -82,10 +81,9 @@ class AttentionForwardSm90(Softmax, AttentionSm90):
                 self.multiply(x, *q, rK[None, None, None, read.index])
                 self.multiply(o, [pv_mma], p, rV[None, None, None, previous.index])
                 self.let_next_issue(wg)
-                at, is_full = self.loaded_block(block, cta.walk, read.index, n)
-                kept = self.kept_keys(s, at, is_full)
+                at, tile = self.loaded_block(block, cta.walk, read.index, n)
                 cute.nvgpu.warpgroup.wait_group(1)
-                self.scores(x, cta, read.index, at, None, None, is_full, kept)
+                self.scores(x, cta, read.index, at, None, None, tile.is_full, tile.kept)
                 self.release(keys, read)
                 rescale = self.exponentials(x, top, total, unit)
                 cute.nvgpu.warpgroup.wait_group(0)
@@ -106,7 +104,7 @@ class AttentionForwardSm90(Softmax, AttentionSm90):
 
     @cute.jit
     def loaded_block(self, block: ScoreBlock, walk, stage: Int32, n: Int32):
-        """(block with the keys of the loaded tile, `is_full` of `scores`); without a mask it is tile n."""
+        """(block with the keys of the loaded tile, the tile)"""
         # Reading both from global memory, a branch around the mask spills registers.
-        n, is_full = self.loaded_tile(walk, stage, n, self.problem.bias_aligned or self.problem.mask_aligned)
-        return block._replace(k0=n * self.tile_k), is_full
+        tile = self.loaded_tile(walk, stage, n, self.problem.bias_aligned or self.problem.mask_aligned)
+        return block._replace(k0=tile.n * self.tile_k), tile

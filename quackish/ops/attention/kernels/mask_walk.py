@@ -2,8 +2,8 @@
 
 The classes of the mask's blocks are in memory. The producer reads those of 32 tiles at once, one per lane, and takes
 the tiles to do in order. It tells the consumers in shared memory which tile a stage has, and whether the mask leaves
-all its keys: then the mask is not loaded. An item's tiles are counted before it starts, by the warp that loads its own
-tiles, or else by the consumers.
+all its keys: then the mask is not loaded. Of a mask of keys, it tells them a bit for each key. An item's tiles are
+counted before it starts, by the warp that loads its own tiles, or else by the consumers.
 """
 
 from typing import NamedTuple
@@ -23,6 +23,14 @@ class Tiles(NamedTuple):
     start: Int32
     to_do: Int32  # the mask leaves some keys
     full: Int32  # the mask leaves all keys
+
+
+class LoadedTile(NamedTuple):
+    """What a consumer knows of the tile in a stage."""
+
+    n: Int32  # the tile
+    is_full: Int32 | None = None  # 1 if the mask leaves all keys, else 0; None if unknown
+    kept: list | None = None  # if `tells_keys`: bit i of word j is 1 if a mask of keys leaves key 32 j + i
 
 
 @cute.jit
@@ -96,7 +104,7 @@ class MaskWalk:
                         to_do = Int32(1)
                 while to_do != 0:
                     n, is_full = first_of(Tiles(start, to_do, full))
-                    self.acquire(cta, state, n, is_full)
+                    self.acquire(cta, item, state, n, is_full)
                     self.load_tile(cta, item, n, state, is_full)
                     state.advance()
                     to_do = to_do & (to_do - 1)
@@ -120,22 +128,48 @@ class MaskWalk:
 
     # What producers tell the consumers
 
+    @property
+    def tells_keys(self) -> bool:
+        """True if each stage has `LoadedTile.kept`; else consumers load a mask of keys, as `kept_by_lane`."""
+        return self.walks and self.problem.mask_of_keys
+
+    @property
+    def words_of_keys(self) -> int:
+        return self.tile_k // 32 if self.tells_keys else 0
+
     def allocate_walk(self, smem):
-        """(stages,), or None without a mask. Allocated first: then it fits in front of the first aligned tile."""
+        """(words, stages), or None without a mask. Allocated first: then it fits in front of the first aligned tile."""
         if not self.walks:
             return None
-        return smem.allocate_tensor(Int32, cute.make_layout((self.config.num_stages,)), 16)
+        return smem.allocate_tensor(Int32, cute.make_layout((1 + self.words_of_keys, self.config.num_stages)), 16)
 
     @cute.jit
-    def acquire(self, cta: Cta, state, n: Int32, is_full: Int32):
-        """`producer_acquire` for tile n, without the bytes of a mask that is not loaded."""
+    def acquire(self, cta: Cta, item, state, n: Int32, is_full: Int32):
+        """`producer_acquire` for tile n of an item, without the bytes of a mask that is not loaded."""
         loaded, walk, num_bytes = cta.loaded, cta.walk, self.stage_bytes
         loaded.sync_object_empty.wait(state.index, state.phase)
         if const_expr(self.mask is not None):
             num_bytes = num_bytes - is_full * self.mask.bytes
+        if const_expr(self.tells_keys):
+            self.tell_keys(walk[None, state.index], item, n, is_full, cta.args)
         with cute.arch.elect_one():
-            walk[state.index] = n * 2 + is_full
+            walk[0, state.index] = n * 2 + is_full
             cute.arch.mbarrier_arrive_and_expect_tx(loaded.producer_get_barrier(state), num_bytes)
+
+    @cute.jit
+    def tell_keys(self, words: cute.Tensor, item, n: Int32, is_full: Int32, args):
+        """Stores `LoadedTile.kept` of tile n of an item as words 1..., for a whole warp."""
+        head, _, k0 = self.place(n, item, args)
+        if is_full == 0:
+            for j in cutlass.range(self.words_of_keys, unroll=2):  # more loads at once spill registers
+                keep = self.keep(args.scores, head, k0 + (32 * j + cute.arch.lane_idx()))
+                word = cute.arch.vote_ballot_sync(keep != 0)
+                with cute.arch.elect_one():
+                    words[1 + j] = word
+        else:
+            with cute.arch.elect_one():
+                for j in cutlass.range_constexpr(self.words_of_keys):
+                    words[1 + j] = Int32(-1)
 
     @cute.jit
     def release(self, loaded, state):
@@ -144,9 +178,11 @@ class MaskWalk:
         loaded.consumer_release(state)
 
     @cute.jit
-    def loaded_tile(self, walk, stage: Int32, n: Int32, is_known_full: cutlass.Constexpr[bool] = True):
-        """(tile, `is_full` of `scores`, or None to always mask) of a loaded stage; without a mask it is tile n."""
+    def loaded_tile(self, walk, stage: Int32, n: Int32, is_known_full: cutlass.Constexpr[bool] = True) -> LoadedTile:
+        """What a stage has; without a mask it is tile n. is_known_full: False for `is_full` None."""
         if const_expr(walk is None):
-            return n, None
-        word = read_word(walk, stage)
-        return word >> 1, word & 1 if const_expr(is_known_full) else None
+            return LoadedTile(n)
+        word = read_word(walk[0, None], stage)
+        if const_expr(self.tells_keys):
+            return LoadedTile(word >> 1, None, [read_word(walk[1 + j, None], stage) for j in range(self.words_of_keys)])
+        return LoadedTile(word >> 1, word & 1 if const_expr(is_known_full) else None)

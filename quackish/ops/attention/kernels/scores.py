@@ -62,7 +62,7 @@ class AttentionScores:
         """acc = log2(e) * x - shift for acc = q k^T; or x / `unit_of_scores` without a shift.
 
         tanhs, for the softcap's tanh, is a tensor like acc, or None. is_full: 1 if the mask leaves all keys, else 0;
-        None if unknown. kept: of `kept_keys`.
+        None if unknown. kept: of a `LoadedTile`, or of `kept_by_lane`.
         """
         args = cta.args.scores
         factor = args.scale
@@ -272,7 +272,7 @@ class AttentionScores:
                         acc[i + n] = -Float32.inf
 
     @cute.jit
-    def kept_keys(self, args: ScoreArgs, block: ScoreBlock, is_full):
+    def kept_by_lane(self, args: ScoreArgs, block: ScoreBlock, is_full=None):
         """A lane's part of a mask of keys, 0 where it leaves out a key; None without one. is_full: as in `scores`.
 
         It is loaded before the scores are waited for.
@@ -294,9 +294,11 @@ class AttentionScores:
             kept[j] = self.keep(args, block.head, block.k0 + (32 * j + block.thread % 32))
 
     @cute.jit
-    def mask_out_keys(self, acc: cute.Tensor, kept: cute.Tensor, block: ScoreBlock):
-        """`mask_out` for a mask of keys: a lane has few of them, and gets a bit of each key."""
-        words = [cute.arch.vote_ballot_sync(kept[j] != 0) for j in range(cute.size(kept))]
+    def mask_out_keys(self, acc: cute.Tensor, kept, block: ScoreBlock):
+        """`mask_out` for a mask of keys."""
+        words = kept
+        if const_expr(not self.tells_keys):
+            words = [cute.arch.vote_ballot_sync(kept[j] != 0) for j in range(cute.size(kept))]
         common = words[0]
         for j in cutlass.range_constexpr(1, len(words)):
             common = common & words[j]

@@ -50,7 +50,7 @@ class AttentionSmallForwardSm90(Softmax, SmallAttentionSm90):
                 for b in cutlass.range_constexpr(self.blocks):
                     q, k = rQ[None, None, None, tile0 + row_wg], rK[None, None, None, tile0 + b]
                     self.multiply(parts[b], mmas, q, k)
-                kept = self.kept_keys(s, block, None)
+                kept = self.kept_by_lane(s, block)
                 o.fill(0.0)
                 top.fill(-Float32.inf)
                 total.fill(0.0)
