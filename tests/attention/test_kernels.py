@@ -90,9 +90,9 @@ def test_bias_of_all_batches_emulated(kind):
     assert_right(got, truth(args))
 
 
-def padded_case(batch, num_q, num_k):
+def padded_case(batch, num_q, num_k, **options):
     """A bias of all batches, of which the even ones and the last two have no keys, and others the first 20 or all."""
-    args = case(batch, 1, num_q, num_k, 16, bias=(1, 1, num_q, num_k), mask=(batch, 1, 1, num_k))
+    args = case(batch, 1, num_q, num_k, 16, bias=(1, 1, num_q, num_k), mask=(batch, 1, 1, num_k), **options)
     keep = args["attn_mask"]
     keep[:] = False
     keep[1:-2:4, ..., :20] = keep[3:-2:4] = True
@@ -120,6 +120,14 @@ def test_clusters_emulated(kind):
     assert launches(report)[-1] == "attention_bwd_queries_bias"
     assert report.launches[-1].cluster[0] == ctas
     assert_right(got, truth(args))
+
+
+def test_zeros_of_heads_without_keys_have_one_sign():
+    """Whatever other heads a CTA leaves out before."""
+    with emulated(QUICK, sm_count=2):
+        got = step(padded_case(5, 20, 136, scale=-0.2))
+    for batch in (0, 2, 3, 4):  # 3 and 4 are the last two
+        assert same_bits(got["query"][batch], torch.zeros_like(got["query"][batch]))
 
 
 SMALL = {  # the whole backward in one kernel, and some forwards; one to three heads for each worker

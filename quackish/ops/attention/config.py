@@ -155,7 +155,7 @@ def bias_parts(summed: int, tensors: int, num_q: int, num_k: int, d: int, sm_cou
     if d > 32:
         most = min(summed, 2 * sm_count // (tiles_q * ceil_div(num_k, BLOCK)))
         most = 1 if summed < MIN_DIVIDED else max(1, most)
-        return ceil_div(summed, ceil_div(summed, most))  # none without a head
+        return ceil_div(summed, ceil_div(summed, most))  # no part is empty
     return parts_of_workers(summed, tiles_q * ceil_div(num_k, 2 * BLOCK), sm_count, cost=6)
 
 

@@ -27,6 +27,10 @@ class AttentionBiasSm90(BiasItems, AttentionSm90):
     def keeps_bias(self) -> bool:
         return self.bias is not None
 
+    @property
+    def knows_full(self) -> bool:
+        return self.problem.mask_aligned
+
     def shared_tiles(self) -> dict[str, Tiles]:
         of_wgs = Tiles(self.own, self.config.num_wgs * self.config.num_stages)  # loaded, for each warp group
         of_bias = {"bias": Tiles(self.bias, self.config.own_stages)} if self.keeps_bias else {}
@@ -101,8 +105,7 @@ class AttentionBiasSm90(BiasItems, AttentionSm90):
                 cta.biases.consumer_wait(kept)
             for m in cutlass.range(item.first, self.last_of(item, args), unroll=1):
                 loaded.consumer_wait(read)
-                # Reading an unaligned mask only where needed spills registers.
-                tile = self.loaded_tile(cta.walk, read.index, m, self.problem.mask_aligned)
+                tile = self.loaded_tile(cta.walk, read.index, m)
                 own = read.index * c.num_wgs + wg
                 self.multiply(x, mmas, rQ[None, None, None, own], rK[None, None, None, read.index])
                 self.multiply(dp, mmas, rDO[None, None, None, own], rV[None, None, None, read.index])

@@ -54,6 +54,10 @@ class AttentionKeysSm90(AttentionSm90):
             tiles["dbias"] = Tiles(self.staged, self.config.num_wgs)
         return tiles
 
+    @property
+    def knows_full(self) -> bool:
+        return self.problem.mask_aligned
+
     @cute.jit
     def __call__(self, args: KeysArgs, stream: CUstream):
         s = args.scores
@@ -139,7 +143,7 @@ class AttentionKeysSm90(AttentionSm90):
                     self.multiply(x, *k, rQ[None, None, None, tile])
                 self.multiply(dp, *v, rDO[None, None, None, tile])
                 self.let_next_issue(wg)
-                n, is_full, _ = self.loaded_tile(cta.walk, read.index, j, self.problem.mask_aligned)
+                n, is_full, _ = self.loaded_tile(cta.walk, read.index, j)
                 of_query, q0, k0 = self.place(n, item, args)
                 block = ScoreBlock(of_query, q0=q0, k0=k0 + wg * BLOCK, wg=wg, thread=thread)
                 per_lane = const_expr(self.tile_q // 32)

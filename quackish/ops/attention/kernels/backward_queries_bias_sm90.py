@@ -19,7 +19,7 @@ from quackish.ops.attention.kernels.base_sm90 import Tiles
 from quackish.ops.attention.kernels.bias_items import BiasItem
 from quackish.ops.attention.kernels.cluster_sum import ClusterSum, received_sum, send_to_owner
 from quackish.ops.attention.kernels.cta import Cta
-from quackish.ops.attention.kernels.mask_walk import Tiles as WalkTiles
+from quackish.ops.attention.kernels.mask_walk import WalkTiles
 from quackish.ops.attention.kernels.scores import ScoreBlock
 
 
@@ -97,7 +97,7 @@ class AttentionQueriesBiasSm90(AttentionBiasSm90):
         for b in cutlass.range_constexpr(num_blocks):
             totals[b].fill(0.0)
         dq.fill(0.0)
-        steps = self.write_zeros(dq, args, item, blocks[0])
+        steps = self.write_zeros_and_count(dq, args, item, blocks[0])
         before = two_before = Int32(0)  # heads of these steps
         cta.biases.consumer_wait(kept)
         for step in cutlass.range(steps, unroll=1):
@@ -116,7 +116,8 @@ class AttentionQueriesBiasSm90(AttentionBiasSm90):
                     dq.fill(0.0)
                 cute.nvgpu.warpgroup.wait_group(0)
                 shift = self.shift(self.per_row(shifts), shifts, n, item)
-                kept_of_block = kept_keys[2 * b :][:2] if const_expr(kept_keys is not None) else None
+                words = BLOCK // 32
+                kept_of_block = kept_keys[words * b :][:words] if const_expr(kept_keys is not None) else None
                 self.scores(x, self.of_block(cta, b), read.index, blocks[b], shift, None, None, kept_of_block)
                 for v in cutlass.range_constexpr(cute.size(x)):
                     x[v] = cute.math.exp2(x[v], fastmath=True) * (dp[v] - delta[v])
@@ -144,8 +145,8 @@ class AttentionQueriesBiasSm90(AttentionBiasSm90):
         return cta._replace(shared=cta.shared._replace(bias=bias), bias_stage=0)
 
     @cute.jit
-    def write_zeros(self, zeros: cute.Tensor, args: BiasArgs, item: BiasItem, block: ScoreBlock) -> Int32:
-        """Stores the zeros of dq of heads that the walk leaves out, and returns how many it has, for a whole warp."""
+    def write_zeros_and_count(self, zeros: cute.Tensor, args: BiasArgs, item: BiasItem, block: ScoreBlock) -> Int32:
+        """Stores zeros as dq of the heads that the walk leaves out, and returns how many it has, for a whole warp."""
         if const_expr(not self.walks):
             return item.last - item.first
         steps, rank = Int32(0), cute.arch.block_idx_in_cluster()
@@ -154,7 +155,8 @@ class AttentionQueriesBiasSm90(AttentionBiasSm90):
             steps = steps + cute.arch.popc(to_do)
             for n in cutlass.range(start, cutlass.min(start + 32, item.last), unroll=1):
                 if ((to_do >> (n - start)) & 1 == 0) & (n % self.cluster == rank):
-                    self.write_dq(zeros, args, n, item, block)
+                    of_head = block._replace(head=self.head_at(n, args, item.head))
+                    self.write_queries(zeros, args.dq, args.scores, of_head)
         return steps
 
     # dq of a step and its head n, which the CTAs of the cluster own in turn. There is none for a negative step.

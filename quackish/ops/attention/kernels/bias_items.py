@@ -39,7 +39,7 @@ class BiasItems:
         head, i = i % args.heads_of_bias, i // args.heads_of_bias
         batch, part = i % args.batches, i // args.batches
         summed = (s.batch // args.batches) * (s.heads // args.heads_of_bias)
-        per_part = cute.ceil_div(summed, args.parts)
+        per_part = cute.ceil_div(summed, args.parts)  # the host chooses parts so that none is empty
         first = cutlass.min(part * per_part, summed)
         return BiasItem(
             head=Head(batch, head, Int32(0)), tile_q=tile_q, tile_k=tile_k, part=part, first=first,

@@ -6,7 +6,7 @@ all its keys: then the mask is not loaded. Of a mask of keys, it tells them a bi
 counted before it starts, by the warp that loads its own tiles, or else by the consumers.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -17,7 +17,7 @@ from quackish.ops.attention.arguments import BLOCK, EMPTY, FULL, ScoreArgs
 from quackish.ops.attention.kernels.cta import Cta
 
 
-class Tiles(NamedTuple):
+class WalkTiles(NamedTuple):
     """Up to 32 tiles of a walk. Bit i is that of tile `start` + i."""
 
     start: Int32
@@ -30,11 +30,11 @@ class LoadedTile(NamedTuple):
 
     n: Int32  # the tile
     is_full: Int32 | None = None  # 1 if the mask leaves all keys, else 0; None if unknown
-    kept: list | None = None  # if `tells_keys`: bit i of word j is 1 if a mask of keys leaves key 32 j + i
+    kept: Any = None  # of a mask of keys: bit i of word j is 1 if it leaves key 32 j + i; or of `kept_by_lane`
 
 
 @cute.jit
-def first_of(tiles: Tiles):
+def first_of(tiles: WalkTiles):
     """(the first tile to do, 1 if it is full, else 0)"""
     i = cute.arch.popc((tiles.to_do & -tiles.to_do) - 1)
     return tiles.start + i, (tiles.full >> i) & 1
@@ -73,12 +73,12 @@ class MaskWalk:
         return item.head, item.tile * self.tile_q, n * self.tile_k
 
     @cute.jit
-    def tiles_at(self, start: Int32, item, args) -> Tiles:
+    def tiles_at(self, start: Int32, item, args) -> WalkTiles:
         """Tiles start to start + 31, for a whole warp. args: those of the kernel."""
         n = start + cute.arch.lane_idx()
         head, q0, k0 = self.place(cutlass.min(n, item.last - 1), item, args)
         some, every = class_of(args.scores, head.batch, head.query_head, q0, k0, (self.tile_q, self.tile_k))
-        return Tiles(
+        return WalkTiles(
             start, cute.arch.vote_ballot_sync(some & (n < item.last)), cute.arch.vote_ballot_sync(every)
         )  # fmt: skip
 
@@ -103,7 +103,7 @@ class MaskWalk:
                     if (start + 32 >= item.last) & (done == 0) & (to_do == 0):
                         to_do = Int32(1)
                 while to_do != 0:
-                    n, is_full = first_of(Tiles(start, to_do, full))
+                    n, is_full = first_of(WalkTiles(start, to_do, full))
                     self.acquire(cta, item, state, n, is_full)
                     self.load_tile(cta, item, n, state, is_full)
                     state.advance()
@@ -130,8 +130,13 @@ class MaskWalk:
 
     @property
     def tells_keys(self) -> bool:
-        """True if each stage has `LoadedTile.kept`; else consumers load a mask of keys, as `kept_by_lane`."""
+        """True if producers tell which keys a mask of keys leaves; else consumers load it by `kept_by_lane`."""
         return self.walks and self.problem.mask_of_keys
+
+    @property
+    def knows_full(self) -> bool:
+        """True if consumers leave out a mask where all keys are kept: not where a branch around it spills registers."""
+        return True
 
     @property
     def words_of_keys(self) -> int:
@@ -178,11 +183,11 @@ class MaskWalk:
         loaded.consumer_release(state)
 
     @cute.jit
-    def loaded_tile(self, walk, stage: Int32, n: Int32, is_known_full: cutlass.Constexpr[bool] = True) -> LoadedTile:
-        """What a stage has; without a mask it is tile n. is_known_full: False for `is_full` None."""
+    def loaded_tile(self, walk, stage: Int32, n: Int32) -> LoadedTile:
+        """What a stage has; without a mask it is tile n."""
         if const_expr(walk is None):
             return LoadedTile(n)
         word = read_word(walk[0, None], stage)
         if const_expr(self.tells_keys):
             return LoadedTile(word >> 1, None, [read_word(walk[1 + j, None], stage) for j in range(self.words_of_keys)])
-        return LoadedTile(word >> 1, word & 1 if const_expr(is_known_full) else None)
+        return LoadedTile(word >> 1, word & 1 if const_expr(self.knows_full) else None)

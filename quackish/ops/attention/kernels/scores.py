@@ -62,7 +62,7 @@ class AttentionScores:
         """acc = log2(e) * x - shift for acc = q k^T; or x / `unit_of_scores` without a shift.
 
         tanhs, for the softcap's tanh, is a tensor like acc, or None. is_full: 1 if the mask leaves all keys, else 0;
-        None if unknown. kept: of a `LoadedTile`, or of `kept_by_lane`.
+        None if unknown. kept: as in `LoadedTile`.
         """
         args = cta.args.scores
         factor = args.scale
@@ -272,6 +272,15 @@ class AttentionScores:
                         acc[i + n] = -Float32.inf
 
     @cute.jit
+    def loaded_block(self, block: ScoreBlock, cta: Cta, stage: Int32, n: Int32):
+        """(block with the keys of a loaded tile, the `LoadedTile`), for kernels that walk over keys."""
+        tile = self.loaded_tile(cta.walk, stage, n)
+        block = block._replace(k0=tile.n * self.tile_k)
+        if const_expr(not self.tells_keys):
+            tile = tile._replace(kept=self.kept_by_lane(cta.args.scores, block, tile.is_full))
+        return block, tile
+
+    @cute.jit
     def kept_by_lane(self, args: ScoreArgs, block: ScoreBlock, is_full=None):
         """A lane's part of a mask of keys, 0 where it leaves out a key; None without one. is_full: as in `scores`.
 
@@ -295,7 +304,7 @@ class AttentionScores:
 
     @cute.jit
     def mask_out_keys(self, acc: cute.Tensor, kept, block: ScoreBlock):
-        """`mask_out` for a mask of keys."""
+        """`mask_out` for a mask of keys. kept: words of bits if `tells_keys`, else a value per lane."""
         words = kept
         if const_expr(not self.tells_keys):
             words = [cute.arch.vote_ballot_sync(kept[j] != 0) for j in range(cute.size(kept))]
