@@ -248,6 +248,7 @@ def test_parts_take_at_most_104_mb():
         tiles = tensors * -(-num_k // 128)
         parts = parts_of_workers(summed, tiles, resident_clusters(ctas, 132))
         assert parts == 1 or 4 * parts * tiles * 128 * num_k < 104e6
+        assert (parts - 1) * -(-summed // parts) < summed  # none is empty
 
 
 def test_parts_of_a_broadcast_sum():

@@ -58,6 +58,7 @@ class AttentionQueriesBiasSm90(AttentionBiasSm90):
     @cute.jit
     def tiles_at(self, start: Int32, item: BiasItem, args) -> WalkTiles:
         """The CTAs of a cluster take every step together, so a tile to do is a head of which some key takes part."""
+        # A loop, because `class_of` is unrolled over all keys, which spills registers of the producer.
         t, n = args.scores.classes, start + cute.arch.lane_idx()
         base = self.start(t, self.head_at(cutlass.min(n, item.last - 1), args, item.head))
         least, most = Int32(FULL), Int32(EMPTY)
