@@ -88,6 +88,35 @@ def miss_rows() -> Table:
             yield f"[{name}](../../benchmarks/results/{name})", "<br>".join(misses)
 
 
+def run_rows() -> Table:
+    """Which results come from which commit and day, the newest first."""
+    yield "card", "commit", "day", "results"
+    results: dict[tuple[str, str], set[str]] = {}
+    days: dict[tuple[str, str], set[str]] = {}
+    for card in CARDS:
+        for file in sorted((RESULTS / card).rglob("*.*")):
+            name = file.relative_to(RESULTS).as_posix()
+            for commit, day in runs_of(name):
+                run = card, commit[:7]
+                link = f"[{file.relative_to(RESULTS / card).with_suffix('')}](../../benchmarks/results/{name})"
+                results.setdefault(run, set()).add(link)
+                days.setdefault(run, set()).update({day} - {""})
+    for run in sorted(results, key=lambda run: (run[0], max(days[run], default=""), run[1]), reverse=True):
+        card, commit = run
+        yield card, f"`{commit}`", ", ".join(sorted(days[run])), ", ".join(sorted(results[run]))
+
+
+def runs_of(name: str) -> set[tuple[str, str]]:
+    """(commit, day or "") of a file of results: a CSV, or a page without one that states its commit."""
+    file = RESULTS / name
+    if file.suffix == ".csv":
+        return {(row["commit"], row.get("date", "")[:10]) for row in rows_of(name)}
+    if file.suffix != ".md" or file.with_suffix(".csv").exists():
+        return set()
+    stated = re.search(r"^[^|]*?[Cc]ommit `([0-9a-f]+)`", file.read_text(encoding="utf-8"))
+    return {(stated[1], "")} if stated else set()
+
+
 NORMS = [f"{m}x{n}" for m in (4096, 65536) for n in (256, 1024, 4096, 8192)]
 NORM_PROVIDERS = {
     "torch.add": "add", "quackish": "quackish", "QuACK": "quack", "Liger (CuTe)": "liger-cute",
@@ -436,7 +465,7 @@ def first_call_rows() -> Table:
 TABLES: dict[str, page_tables.Tables] = {
     "faq.md": {"first calls": first_call_rows},
     "guides/portable_path.md": {"portable": portable_rows},
-    "measurements/index.md": {"misses": miss_rows},
+    "measurements/index.md": {"runs": run_rows, "misses": miss_rows},
     "measurements/rms_norm.md": {
         "h200": functools.partial(norm_rows, "H200"), "h100": functools.partial(norm_rows, "H100"),
         "host": norm_host_rows,
