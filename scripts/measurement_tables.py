@@ -91,29 +91,29 @@ def miss_rows() -> Table:
 def run_rows() -> Table:
     """Which results come from which commit and day, the newest first."""
     yield "card", "commit", "day", "results"
-    results: dict[tuple[str, str], set[str]] = {}
-    days: dict[tuple[str, str], set[str]] = {}
+    runs: dict[tuple[str, str], tuple[set[str], set[str]]] = {}
     for card in CARDS:
-        for file in sorted((RESULTS / card).rglob("*.*")):
+        for file in (RESULTS / card).rglob("*.*"):
             name = file.relative_to(RESULTS).as_posix()
             for commit, day in runs_of(name):
-                run = card, commit[:7]
-                link = f"[{file.relative_to(RESULTS / card).with_suffix('')}](../../benchmarks/results/{name})"
-                results.setdefault(run, set()).add(link)
-                days.setdefault(run, set()).update({day} - {""})
-    for run in sorted(results, key=lambda run: (run[0], max(days[run], default=""), run[1]), reverse=True):
-        card, commit = run
-        yield card, f"`{commit}`", ", ".join(sorted(days[run])), ", ".join(sorted(results[run]))
+                days, results = runs.setdefault((card, commit[:7]), (set(), set()))
+                days.update({day} - {""})
+                title = file.relative_to(RESULTS / card).with_suffix("").as_posix()
+                results.add(f"[{title}](../../benchmarks/results/{name})")
+    for (card, commit), (days, results) in sorted(
+        runs.items(), key=lambda run: (run[0][0], max(run[1][0], default=""), run[0][1]), reverse=True
+    ):
+        yield card, f"`{commit}`", ", ".join(sorted(days)), ", ".join(sorted(results))
 
 
 def runs_of(name: str) -> set[tuple[str, str]]:
-    """(commit, day or "") of a file of results: a CSV, or a page without one that states its commit."""
+    """(commit, day or "") of a CSV, or of a page that a program wrote without one: it states commit and driver."""
     file = RESULTS / name
     if file.suffix == ".csv":
-        return {(row["commit"], row.get("date", "")[:10]) for row in rows_of(name)}
+        return {(row["commit"], row["date"][:10]) for row in rows_of(name)}
     if file.suffix != ".md" or file.with_suffix(".csv").exists():
         return set()
-    stated = re.search(r"^[^|]*?[Cc]ommit `([0-9a-f]+)`", file.read_text(encoding="utf-8"))
+    stated = re.search(r"[Cc]ommit `([0-9a-f]+)`, driver", file.read_text(encoding="utf-8"))
     return {(stated[1], "")} if stated else set()
 
 
