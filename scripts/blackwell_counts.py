@@ -257,7 +257,6 @@ def seconds(dry: DryRun, gpu: Gpu, roofs: Roofs) -> float:
 # Results of the H200 whose calls are predicted, and options of these calls
 RESULTS = {
     "linear_cross_entropy.csv": "",
-    "sweep/linear_cross_entropy.csv": "",
     "mlp.csv": " --w3",
     "linear_divergence.csv": "",
     "rotary.csv": "",
