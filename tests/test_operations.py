@@ -5,11 +5,14 @@ import inspect
 import pytest
 import torch
 
+from quackish.gpu import H200
+from quackish.ops.shared.dry_run import dry_run
 from quackish.ops.shared.for_tools import in_fp64, operations, parse_shape
 
 OPERATIONS = operations()
 CPU, META, BF16 = torch.device("cpu"), torch.device("meta"), torch.bfloat16
 CALLS = [(name, option) for name, op in OPERATIONS.items() for option in (None, *op.options)]
+SELF_TESTS = [(name, what) for name, op in OPERATIONS.items() if op.spec and op.has_dry_run for what in op.self_tests]
 
 
 def options_of(op, option):
@@ -51,6 +54,16 @@ def test_dry_runs_get_the_same_arguments_without_memory(name, option):
             assert meta[key].stride() == t.stride()
         else:
             assert meta[key] == t
+
+
+@pytest.mark.parametrize("name, what", SELF_TESTS)
+def test_dry_runs_of_several_options(name, what):
+    op = OPERATIONS[name]
+    test = op.self_tests[what]
+    args = op.arguments(test.shape, getattr(torch, test.dtype), META, test.options)
+    dry = dry_run(op, args, H200, ("forward", "backward"), name)
+    assert dry.portable is None
+    assert dry.steps
 
 
 def test_buffers_of_the_arguments_stay_as_they_are():

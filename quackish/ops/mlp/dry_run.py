@@ -13,9 +13,9 @@ def dry_run(op: Operation, args: Args, gpu: Gpu, passes: tuple[str, ...]) -> Dry
     """Eager mode."""
     inputs = checks.Inputs(*map(args.get, checks.Inputs._fields))
     activation, recompute = args.get("activation", "swiglu"), args.get("recompute", False)
-    checks.check_mlp(inputs, op.name, activation, recompute, "cute")
     if op.name == "mlp":
         inputs = dense.as_rows(inputs, args.get("b1"), args.get("b3"))
+    checks.check_mlp(inputs, op.name, activation, recompute, "cute")
     *groups, _, i = inputs.w2.shape
     if why := kernel_steps.why_unsupported(op.name, inputs.x, i, *groups):
         raise UnsupportedError(why)
