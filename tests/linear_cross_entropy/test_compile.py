@@ -95,6 +95,21 @@ def test_compiled_equals_eager_for_many_m_with_two_graphs(return_lse, with_buffe
     assert frames.frame_count <= 2  # the first M, then any M
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiled_with_a_memory_limit_and_other_numbers(dynamic):
+    """Numbers that torch.compile makes symbolic: the second value in a call, or all with dynamic=True."""
+    torch._dynamo.reset()
+    x, w, target = torch.randn(6, 8), torch.randn(10, 8), torch.arange(6)
+
+    def step(z_loss, smoothing):
+        options = dict(z_loss=z_loss, label_smoothing=smoothing, softcap=smoothing * 50, memory_limit=10**9)
+        return linear_cross_entropy(x, w, target, **options)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for numbers in ((0.1, 0.1), (0.2, 0.2), (0.3, 0.4)):
+        torch.testing.assert_close(compiled(*numbers), step(*numbers))
+
+
 @on_every_path
 def test_compiled_under_autocast_and_reduction_none(path):
     torch._dynamo.reset()

@@ -54,8 +54,8 @@ def request_for(inputs: Inputs, plan: LossPlan, return_lse: bool, eager: bool) -
     Leaves out values that memory does not depend on: torch.compile may have made them symbolic.
     """
     plan = plan._replace(
-        ignore_index=0, label_smoothing=float(plan.label_smoothing > 0), z_loss=float(plan.z_loss > 0),
-        softcap=None if plan.softcap is None else 1.0,
+        ignore_index=0, softcap=None if plan.softcap is None else 1.0,
+        label_smoothing=1.0 if plan.label_smoothing > 0 else 0.0, z_loss=1.0 if plan.z_loss > 0 else 0.0,
     )  # fmt: skip
     device, has_scale = inputs.input.device, inputs.logit_scale is not None
     return tensor_metadata(inputs), plan.options, return_lse, has_scale, device, eager
