@@ -514,6 +514,7 @@ class _VocabParallel(torch.autograd.Function):
         ctx.saved = ranks, loss_options, combined, divisor
         ctx.own_shape, ctx.target_shape = input.shape, shape
         ctx.per_row, ctx.is_empty = options.reduction == "none", not len(weight_shard)
+        ctx.has_buffer = inputs.grad_weight_out is not None
         ctx.device = device_of(input.device)
         ctx.set_materialize_grads(False)
         return tuple(outputs)
@@ -539,6 +540,7 @@ class _VocabParallel(torch.autograd.Function):
             dx = sum_over_ranks(dx, ranks.group, scatter, ranks.deterministic).view(ctx.own_shape)
         if ctx.is_empty:
             dw, db = (None if t is None else torch.empty_like(t[:0]) for t in (shard.linear_weight, shard.linear_bias))
+            dw = None if ctx.has_buffer else dw
         return dx, dw, db, *(None,) * (len(ctx.needs_input_grad) - len(Grads._fields))
 
 
