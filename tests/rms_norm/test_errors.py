@@ -78,6 +78,9 @@ ERRORS = [
         "RMSNorm: weight_offset is 1.0 but elementwise_affine is False",
     ),
     (lambda: RMSNorm(9)(X), ValueError, "RMSNorm: x is (4, 8); expected (..., 9)"),
+    (lambda: RMSNorm((4, 8))(X, X.view(8, 4)), ValueError, "RMSNorm: residual is (8, 4) but x is (4, 8)"),
+    (lambda: RMSNorm((4, 8))(X, dweight_out=X.view(8, 4)), ValueError, "RMSNorm: dweight_out is (8, 4) with strides"),
+    (lambda: RMSNorm((4, 8))(X, dweight_out=X.view(8, 4).t()), ValueError, "(1, 4); expected contiguous (4, 8)"),
 ]  # fmt: skip
 
 

@@ -97,8 +97,16 @@ def check_module_inputs(x: Any, residual: Any, dweight_out: Any, normalized_shap
     check_tensor("RMSNorm", "x", x)
     check_tensor("RMSNorm", "residual", residual, optional=True)
     check_tensor("RMSNorm", "dweight_out", dweight_out, optional=True)
+    expected = ", ".join(map(str, normalized_shape))
     if x.shape[-len(normalized_shape) :] != normalized_shape:
-        raise ValueError(f"RMSNorm: x is {dims(x)}; expected (..., {', '.join(map(str, normalized_shape))})")
+        raise ValueError(f"RMSNorm: x is {dims(x)}; expected (..., {expected})")
+    if len(normalized_shape) == 1:
+        return  # check_forward sees the same shapes
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(f"RMSNorm: residual is {dims(residual)} but x is {dims(x)}")
+    if dweight_out is not None and (dweight_out.shape != normalized_shape or not dweight_out.is_contiguous()):
+        given = f"{dims(dweight_out)} with strides {dweight_out.stride()}"
+        raise ValueError(f"RMSNorm: dweight_out is {given}; expected contiguous ({expected})")
 
 
 def _check_dtypes(who: str, **dtypes: torch.dtype | None) -> None:
