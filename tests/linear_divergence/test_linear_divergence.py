@@ -1,6 +1,7 @@
 """linear_divergence against fp64: the portable path, and kernels in the emulator."""
 
 import contextlib
+import re
 
 import pytest
 import torch
@@ -175,6 +176,28 @@ def test_classes_of_probability_0(path):
             assert dx.isfinite().all()
     args["teacher_bias"][200:] = 0
     assert linear_divergence(**args).isinf()  # KL(t || s)
+
+
+@pytest.mark.parametrize("path", ["portable", pytest.param(QUICK, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_a_teacher_that_is_not_finite(beta, path):
+    """Its row has no gradient of 0, and no other row is concerned."""
+    args = make(6, 64, 64, 301, FP32 if path == "portable" else BF16, mask=False)
+    args["teacher_input"][1], args["teacher_input"][4] = torch.nan, torch.inf
+    x = args["input"].requires_grad_()
+    with contextlib.nullcontext() if path == "portable" else emulated(path):
+        (dx,) = torch.autograd.grad(linear_divergence(**args, beta=beta, reduction="sum"), x)
+    assert dx.isnan().all(1).tolist() == [False, True, False, False, True, False]
+    assert dx[[0, 2, 3, 5]].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["temperature", "softcap", "teacher_softcap", "logit_scale", "teacher_logit_scale"])
+def test_numbers_that_fp32_cannot_hold(name):
+    for number in (1e39, 1e-46):
+        with pytest.raises(
+            ValueError, match=re.escape(f"{name} is {number}, expected a number from 1.2e-38 to 3.4e+38")
+        ):
+            linear_divergence(**make(4, 16, 16, 33, FP32), **{name: number})
 
 
 def test_nan_and_no_rows():

@@ -1,6 +1,5 @@
 """The arguments of linear_divergence: their types, shapes, dtypes and values."""
 
-import math
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -116,16 +115,19 @@ def check_tensors(inputs: Inputs) -> None:
 
 
 def _is_positive(number: float) -> bool:
-    return 0.0 < number < math.inf
+    """In fp32, in which kernels get it."""
+    return _FP32.tiny <= number <= _FP32.max
 
 
+_FP32 = torch.finfo(torch.float32)
+_POSITIVE = f"a number from {_FP32.tiny:.2g} to {_FP32.max:.2g}"
 _NUMBERS = {  # name: (whether a value is legal, what is expected, whether None is legal)
     "beta": (lambda b: 0.0 <= b <= 1.0, "a number from 0 to 1", False),
-    "temperature": (_is_positive, "a positive finite number", False),
-    "softcap": (_is_positive, "a positive number or None", True),
-    "teacher_softcap": (_is_positive, "a positive number or None", True),
-    "logit_scale": (_is_positive, "a positive finite number or None", True),
-    "teacher_logit_scale": (_is_positive, "a positive finite number or None", True),
+    "temperature": (_is_positive, _POSITIVE, False),
+    "softcap": (_is_positive, f"{_POSITIVE}, or None", True),
+    "teacher_softcap": (_is_positive, f"{_POSITIVE}, or None", True),
+    "logit_scale": (_is_positive, f"{_POSITIVE}, or None", True),
+    "teacher_logit_scale": (_is_positive, f"{_POSITIVE}, or None", True),
 }
 
 

@@ -132,7 +132,8 @@ def _divisor(t: Tensors, rows: Rows, plan: Plan) -> Tensor | None:
         return None
     dtype = accumulate_dtype(plan.dtype)
     if t.num_items is not None:
-        count = t.num_items.to(t.x.device, dtype).view(1)
+        # multiplied instead of copied: copying a 0-dim CPU tensor to the GPU would synchronize
+        count = (t.x.new_ones(1, dtype=dtype) * t.num_items).to(dtype)
     elif rows.num_live is not None:
         count = rows.num_live.to(dtype)
     else:

@@ -79,7 +79,8 @@ def rows(
         loss = _product(s, to_teacher).sum(-1)
         g = _product(s, to_teacher - loss[:, None])
     else:
-        ratio = (log_t - log_s).nan_to_num(0.0).clamp(-80, 80)  # where one is 0, it does not count
+        # equal where both are 0: -inf - -inf is NaN
+        ratio = torch.where(log_t == log_s, 0, log_t - log_s).clamp(-80, 80)
         s_to_mixture = -torch.log1p(beta * torch.expm1(ratio))
         from_student = _product(s, s_to_mixture).sum(-1)
         loss = (1 - beta) * from_student + beta * _product(t, s_to_mixture + ratio).sum(-1)

@@ -151,6 +151,8 @@ class DivergenceRows:
             factor = args.grad_factor
             if const_expr(p.row_grads):
                 factor = factor * load_at(args.row_grads, row)
+            if const_expr(p.kind == "between"):
+                total += 0.0 * lse_t  # NaN for a teacher that is not finite: the bounds of `to_mixture` drop it
             self.gradients(rS, rT, lse_s, total, args.beta, factor * self.scale_of(p), args.student.limit)
             for v in cutlass.range_constexpr(rows.num_vecs):
                 if rows.live(v, lane, columns):
