@@ -199,6 +199,16 @@ def test_shapes_of_x(where):
         assert rows or not any(got[name].count_nonzero() for name in ("w1", "w2", "b1", "b2"))
 
 
+def test_gradients_of_a_residual_accumulate():
+    """A leaf: autograd adds to its gradient in place, which must not share memory with y's."""
+    args, _ = dense(6, lead=(2, 3), dtype=FP32, biases=False)
+    given = torch.ones_like(args["x"])
+    for _ in range(3):
+        mlp(**args).backward(given)
+    assert (given == 1).all()
+    assert (args["residual"].grad == 3).all()
+
+
 @on_every_path
 def test_any_strides(where):
     args, dy = dense(split=True, dtype=where.dtypes[0], device=where.device)

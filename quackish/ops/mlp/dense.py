@@ -81,5 +81,9 @@ def as_rows(inputs: Inputs, b1: Tensor | None, b3: Tensor | None) -> Inputs:
         b1 = torch.cat([b1, b3])
     if x.dim() != 2:
         x = x.reshape(-1, x.shape[-1])
-        residual = None if residual is None else residual.reshape(x.shape)
+        if residual is not None:
+            is_leaf, residual = residual.is_leaf, residual.reshape(x.shape)
+            if is_leaf and residual.requires_grad and not is_compiling():
+                # its gradient is y's; autograd would keep a view of it in residual.grad, and add to it
+                residual.register_hook(torch.clone)
     return inputs._replace(x=x, b1=b1, residual=residual)
