@@ -1,6 +1,7 @@
 """scaled_dot_product_attention on the portable path: numbers, what is promised for edge cases, errors, compilation."""
 
 import re
+import sys
 
 import pytest
 import torch
@@ -94,6 +95,13 @@ def test_softcap_window_and_lse_have_the_right_gradients():
     out, lse = call(**args)
     torch.testing.assert_close(out, x.softmax(-1) @ args["value"])
     torch.testing.assert_close(lse, x.logsumexp(-1))
+
+
+@pytest.mark.parametrize("no_limit", [1 << 31, sys.maxsize, 1 << 70])
+def test_windows_as_long_as_any_sequence(no_limit):
+    args = case(1, 2, 6, 7, 4, dtype=FP32)
+    results = [attention(**args, window=window, return_lse=True) for window in ((no_limit, no_limit), (None, None))]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -247,7 +255,8 @@ ERRORS = [
     (ValueError, dict(key=torch.zeros(1, 3, 70, 64), value=torch.zeros(1, 3, 70, 64)), "or enable_gqa=True"),
     (ValueError, dict(window=3), "window is 3; expected (left, right), the keys before and after, or None"),
     (ValueError, dict(window=(-1, 0)), "window is (-1, 0); expected integers from 0, or None for no limit"),
-    (ValueError, dict(softcap=0.0), "softcap is 0.0; expected a number above 0, or None"),
+    (ValueError, dict(softcap=0.0), "softcap is 0.0; expected a finite number above 0, or None"),
+    (ValueError, dict(softcap=float("inf")), "softcap is inf; expected a finite number above 0, or None"),
     (ValueError, dict(backend="cuda"), "backend is 'cuda'; expected one of 'auto', "),
 ]
 

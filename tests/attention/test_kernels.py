@@ -50,6 +50,16 @@ def test_bias_and_mask_emulated():
     assert_right(got, truth(args))
 
 
+def test_negative_bit_emulated():
+    """A tensor that PyTorch negates when it is read: kernels read memory."""
+    args = case(1, 1, 20, 24, 16)
+    bias = torch.randn(1, 1, 20, 24, dtype=torch.complex64, generator=torch.Generator().manual_seed(0)).conj().imag
+    assert bias.is_neg()
+    with emulated(QUICK):
+        found = [attention(**args, attn_bias=b) for b in (bias, bias.resolve_neg())]
+    assert torch.equal(*found)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("where", HOPPER)
 def test_broadcast_bias_emulated(where):

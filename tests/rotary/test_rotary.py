@@ -49,6 +49,17 @@ def test_emulated(name):
     check_emulated(name, QUICK)
 
 
+def test_negative_bit_emulated():
+    """Tables that PyTorch negates when it reads them, of a conjugate."""
+    q, k, cos, sin = case(d=16, rotary_dim=2, half=True)
+    conjugate = torch.complex(cos, sin).conj()
+    assert conjugate.imag.is_neg()
+    with emulated(QUICK):
+        found = [rotary(q, k, cos, s, rotary_dim=2) for s in (conjugate.imag, -sin)]
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name, where", list(itertools.product(KERNELS, (QUICK, "h200/at_once/1", *BLACKWELL))))
 def test_emulated_everywhere(name, where):

@@ -49,7 +49,7 @@ def check(
     if mask is not None:
         mask = _not_expanded(_as_four(mask, checked.scores))
     if bias is not None:
-        bias = _as_four(bias, checked.scores)
+        bias = _as_four(bias, checked.scores).resolve_neg()  # kernels read it in place
     return Call(Inputs(q, k, v, bias, mask), checked.options, checked.shape)
 
 
@@ -68,8 +68,8 @@ def _check(
         raise UnsupportedError(f"{WHO}: dropout_p is {dropout_p}; expected 0.0: dropout is not supported")
     if is_causal:
         right = 0 if right is None else min(right, 0)
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"{WHO}: softcap is {softcap}; expected a number above 0, or None")
+    if softcap is not None and not 0 < softcap <= torch.finfo(torch.float32).max:
+        raise ValueError(f"{WHO}: softcap is {softcap}; expected a finite number above 0, or None")
     if scale is not None and not abs(scale) <= torch.finfo(torch.float32).max:
         raise ValueError(f"{WHO}: scale is {scale}; expected a finite number, or None")
     if attn_mask is not None and attn_mask.dtype != torch.bool and attn_bias is not None:
@@ -137,7 +137,11 @@ def _check_window(window: Any) -> tuple[int | None, int | None]:
     for side in window:
         if side is not None and (not isinstance(side, int) or isinstance(side, bool) or side < 0):
             raise ValueError(f"{WHO}: window is {window!r}; expected integers from 0, or None for no limit")
-    return window[0], window[1]
+    left, right = (None if side is None or side >= _NO_LIMIT else side for side in window)
+    return left, right
+
+
+_NO_LIMIT = 1 << 31  # above every length
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: Any) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:

@@ -70,6 +70,7 @@ def rotary(
     size = _check_rotary_dim(q, rotary_dim)
     _check_tables(q, cos, sin, size)
     refuse_transforms(WHO)
+    cos, sin = cos.resolve_neg(), sin.resolve_neg()  # kernels read them in place
     return operator.apply(q, k, cos, sin, None, None, size, layout, False, backend)
 
 
