@@ -1,6 +1,7 @@
 """linear_divergence against fp64: the portable path, and kernels in the emulator."""
 
 import contextlib
+import itertools
 import re
 
 import pytest
@@ -9,12 +10,14 @@ from torch import Tensor
 
 import quackish
 from quackish import linear_divergence
-from quackish.ops.linear_divergence import schedule
+from quackish.ops.linear_divergence import api, checks, memory, schedule
 from quackish.ops.linear_divergence.problems import ROWS_SPEC, DivergenceRowsConfig
 from quackish.testing.errors import error
 from tests.emulator_cases import QUICK, emulated
+from tests.linear_cross_entropy.test_memory import taken
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+LEAVES = "input", "linear_weight", "linear_bias"
 EVERYTHING = dict(
     temperature=1.3, softcap=7.0, teacher_softcap=9.0, logit_scale=0.8, teacher_logit_scale=1.1, return_entropy=True
 )
@@ -135,13 +138,42 @@ def test_a_row_over_a_cluster(where, monkeypatch):
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_blocks_and_chunks(path, reduction):
     """Of 128 rows; dw is summed over blocks, and "none" computes logits again."""
-    dtype = FP32 if path == "portable" else BF16
-    sizes = 300, 301, 32, dtype.itemsize, schedule.Needed(dtype, dtype, dtype)
-    small = schedule.Layout(128, 128)
-    limit = schedule.memory_of(small, *sizes)
-    assert schedule.layout_within(limit, *sizes) == small
+    args = make(300, 32, 40, 301, FP32 if path == "portable" else BF16)
     with contextlib.nullcontext() if path == "portable" else emulated(path):
-        compare(make(300, 32, 40, 301, dtype), reduction, beta=0.5, memory_limit=limit)
+        limit = least_limit(args, beta=0.5, reduction=reduction)
+        compare(args, reduction, beta=0.5, memory_limit=limit)
+
+
+def least_limit(args, **options) -> int:
+    """With gradients of x, w and bias. Its layout is the smallest."""
+    leaves = {name: args[name].detach().requires_grad_() for name in LEAVES if name in args}
+    with pytest.raises(ValueError, match="memory_limit is 5 bytes, expected at least") as error:
+        linear_divergence(**args | leaves, **options, memory_limit=5)
+    return int(re.search(r"at least (\d+)", str(error.value))[1])
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_memory_of_the_portable_path_is_as_counted(reduction, dtype):
+    """Beside PyTorch's profiler, with one block of rows and with the least limit."""
+    for many, several in itertools.product((False, True), repeat=2):
+        args, options = make(400, 64, 40, 1203, dtype, bias=many, mask=many), EVERYTHING if many else {}
+        options = options | dict(beta=0.3, reduction=reduction)
+        limit = least_limit(args, **options) if several else 1 << 40
+        leaves = [args[name].requires_grad_() for name in LEAVES if name in args]
+
+        def step(args=args, options=options, limit=limit, leaves=leaves):
+            results = linear_divergence(**args, **options, memory_limit=limit)
+            loss = results[0] if isinstance(results, tuple) else results
+            return results, torch.autograd.grad(loss, leaves, torch.ones_like(loss))
+
+        given = dict(temperature=1.0, return_entropy=False, backend="auto") | options
+        inputs, chosen = checks.Inputs(**args), checks.Options(*map(given.get, checks.Options._fields))
+        request = memory.Request(*memory.request_for(*api.prepared(inputs, chosen, dtype)))
+        layout = schedule.Layout(*memory.layout_within(limit, tuple(request)))
+        assert layout.block == (128 if several else 8192)
+        counted = memory.count(request, None, layout) + sum(t.nbytes for t in leaves)
+        assert counted == pytest.approx(taken(step), rel=0.01)
 
 
 @pytest.mark.parametrize("path", ["portable", pytest.param(QUICK, marks=pytest.mark.exhaustive)])
@@ -302,18 +334,12 @@ def test_memory_is_as_computed():
     from quackish.ops.linear_divergence.tools import LINEAR_DIVERGENCE
     from quackish.ops.shared.dry_run import dry_run
 
-    m, h, teacher_h, v = 1000, 128, 256, 32_003
-    for limit in (1 << 40, 70_000_000):
+    m, teacher_h, v = 1000, 256, 32_003
+    for h, limit in ((1024, 1 << 40), (1024, 90_000_000), (128, 70_000_000)):  # with dw's scratch; with several blocks
         args = LINEAR_DIVERGENCE.arguments((m, h, teacher_h, v), BF16, torch.device("meta"))
         found = dry_run(LINEAR_DIVERGENCE, args | dict(memory_limit=limit), H100, ("forward", "backward"), "")
-        needed = schedule.Needed(BF16, BF16, None)
-        layout = schedule.layout_within(limit, m, v, h, 2, needed)
-        computed = found.limited_bytes + 2 * h * (v + m)
         assert found.limited_bytes <= limit
-        assert abs(found.peak_bytes - computed) <= 8 << 20  # rounding to blocks, and vectors of rows
-        assert (layout.block >= m) == (limit == 1 << 40)
-    with pytest.raises(ValueError, match="memory_limit is 5 bytes, expected at least"):
-        linear_divergence(**make(300, 16, 16, 33, FP32), memory_limit=5)
+        assert found.peak_bytes == found.limited_bytes + 2 * h * (v + m)
 
 
 @pytest.mark.exhaustive

@@ -11,7 +11,8 @@ from quackish.device.kernel_for import CompiledKernel, request_for
 from quackish.gpu import Gpu
 from quackish.ops.linear_cross_entropy import schedules
 from quackish.ops.linear_cross_entropy.calls import Call
-from quackish.ops.linear_cross_entropy.dry_run import DryRun, empty, isolated
+from quackish.ops.linear_cross_entropy.dry_run import DryRun, empty
+from quackish.ops.shared.memory_counter import isolated
 
 _lock = threading.Lock()
 

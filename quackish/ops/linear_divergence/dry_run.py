@@ -1,10 +1,10 @@
 """The dry run of linear_divergence for the tools."""
 
-import torch
-
+from quackish.device.kernel_device import KernelDevice, substitute
+from quackish.device.kernel_for import kernel_for
 from quackish.errors import UnsupportedError
 from quackish.gpu import Gpu
-from quackish.ops.linear_divergence import api, checks, kernel_steps, operators, schedule
+from quackish.ops.linear_divergence import api, checks, kernel_steps, memory, operators, schedule
 from quackish.ops.shared.dry_run import DryRun, Recorder
 from quackish.ops.shared.for_tools import Args, Operation
 from quackish.ops.shared.memory_counter import META
@@ -19,21 +19,12 @@ def dry_run(op: Operation, args: Args, gpu: Gpu, passes: tuple[str, ...]) -> Dry
     widths = inputs.linear_weight.shape[1], inputs.teacher_weight.shape[1]
     if why := kernel_steps.why_unsupported(dtype, inputs.linear_weight.shape[0], widths):
         raise UnsupportedError(why)
-    tensors, plan = api.prepared(inputs, options, dtype)
+    with substitute(META, KernelDevice(gpu, kernel_for)):
+        tensors, plan = api.prepared(inputs, options, dtype)
     tensors = operators.Tensors(*(None if t is None else t.detach() for t in tensors))
-    dloss = torch.empty(len(tensors.x) if options.reduction == "none" else (), device=META)
     recorder = Recorder()
-    recorder.ignore(*tensors, dloss)
-    steps = kernel_steps.KernelSteps(recorder.device(gpu))
-    with recorder:
-        results = operators.forward(tensors, plan, steps)
-        if any(plan.needs) and options.reduction == "none":
-            recorder.phase = "backward"
-            grads = operators.backward(dloss, results[-1], tensors, plan, steps)
-            del grads  # held until here
-        del results
+    memory.run(recorder, tensors, plan, kernel_steps.KernelSteps(recorder.device(gpu)))
     layout = schedule.Layout(plan.chunk, plan.block)
     text = f"gradients of logits of {layout.block} rows at once, logits of {layout.chunk}"
-    (v, h), needed = inputs.linear_weight.shape, operators.needed_of(tensors, plan)
-    limited = schedule.memory_of(layout, len(tensors.x), v, h, dtype.itemsize, needed)
+    limited = recorder.peak - memory.gradient_bytes(tensors, plan)
     return DryRun(None, {"Blocks": text}, recorder.steps, recorder.peak, recorder.buffers(), [], limited)

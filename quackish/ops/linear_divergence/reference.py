@@ -68,6 +68,26 @@ def rows(
     start: int,
     out: Tensor | None,  # (R, V): memory for dlogits
 ) -> RowResults:
+    size = max(1, PIECE // student.shape[1])
+    parts = [
+        _rows(
+            student[i : i + size], teacher[i : i + size], student_side, teacher_side, options,
+            None if row_grads is None else row_grads[i : i + size], num_live, start + i,
+            None if out is None else out[i : i + size],
+        )
+        for i in range(0, len(student), size)
+    ]  # fmt: skip
+    losses, entropies, _ = zip(*parts, strict=True)
+    return RowResults(torch.cat(losses), torch.cat(entropies) if options.entropy else None, out)
+
+
+PIECE = 1 << 20  # logits of one model at a time: 15 more matrices of their size are in memory
+
+
+def _rows(
+    student: Tensor, teacher: Tensor, student_side: Side, teacher_side: Side, options: RowOptions,
+    row_grads: Tensor | None, num_live: Tensor | None, start: int, out: Tensor | None,
+) -> RowResults:  # fmt: skip
     log_s, derivative = _log_softmax(student, student_side, options.temperature)
     log_t, _ = _log_softmax(teacher, teacher_side, options.temperature)
     s, t, beta = log_s.exp(), log_t.exp(), options.beta
@@ -103,7 +123,7 @@ def dx(
     found = dlogits.new_empty((dlogits.shape[0], w.shape[1]), dtype=accumulate_dtype(dlogits.dtype))
     operands = operand_dtype(dlogits.dtype, dlogits.device.type)
     mm(dlogits.to(operands), w.to(operands), found)
-    return (found if factor is None else found * factor).to(dtype)
+    return (found if factor is None else found.mul_(factor)).to(dtype)
 
 
 def dw(
@@ -116,11 +136,14 @@ def dw(
     accumulate: bool,
 ) -> None:
     """out = (+= with `accumulate`) factor * dlogits.T @ x."""
-    found = x.new_empty(out.shape, dtype=accumulate_dtype(x.dtype))
+    wide = accumulate_dtype(x.dtype)
+    found = out if out.dtype == wide and not accumulate else x.new_empty(out.shape, dtype=wide)
     operands = operand_dtype(x.dtype, x.device.type)
     mm(dlogits.t().to(operands), x.to(operands), found)
-    found = found if factor is None else found * factor
-    out.add_(found) if accumulate else out.copy_(found)
+    if factor is not None:
+        found.mul_(factor)
+    if found is not out:
+        out.add_(found) if accumulate else out.copy_(found)
 
 
 def matrix(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:

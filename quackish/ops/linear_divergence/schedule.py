@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from quackish.ops.linear_divergence import kernel_steps
-from quackish.ops.linear_divergence.problems import padded
 from quackish.ops.linear_divergence.reference import RowOptions, RowResults, Side
 from quackish.ops.shared.matmul import accumulate_dtype
 
@@ -77,31 +76,6 @@ def default_layout(h: int) -> Layout:
     return Layout(next(rows for rows in CHUNKS if rows <= max(h // 4, 768)), BLOCKS[0])
 
 
-def memory_of(layout: Layout, m: int, v: int, h: int, itemsize: int, needed: Needed) -> int:
-    """Bytes at the peak in addition to inputs, results and copies of inputs."""
-    chunk, block, stride = min(layout.chunk, m), min(layout.block, m), padded(v)
-    logits = 2 * chunk * stride * 4
-    if not any(needed):
-        return logits
-    sums = v * h * 4 if needed.dw is not None and block < m and needed.dw != torch.float32 else 0
-    dw = v * h * needed.dw.itemsize if needed.dw is not None and not sums else 0  # it is allocated after the logits
-    return block * stride * itemsize + sums + max(logits - dw, 0)
-
-
-def layout_within(limit: int, m: int, v: int, h: int, itemsize: int, needed: Needed) -> Layout:
-    """The layout with the largest blocks, then the largest chunks, within `limit` bytes. ValueError if none is."""
-    chunks = [rows for rows in CHUNKS if rows <= default_layout(h).chunk]
-    layouts = [Layout(chunk, block) for block in BLOCKS for chunk in chunks if chunk <= block]
-    bytes_of = {layout: memory_of(layout, m, v, h, itemsize, needed) for layout in layouts}
-    for layout, taken in bytes_of.items():
-        if taken <= limit:
-            return layout
-    raise ValueError(
-        f"linear_divergence: memory_limit is {limit} bytes, expected at least {min(bytes_of.values())}, the peak with "
-        "the smallest blocks of rows, in addition to inputs and gradients"
-    )
-
-
 # Rows -----------------------------------------------------------------------------------------------------------------
 
 
@@ -120,7 +94,7 @@ def in_users_order(t: Tensor, rows: Rows) -> Tensor:
     if rows.order is None or rows.num_live is None:
         return t
     dead = torch.arange(len(t), device=t.device) >= rows.num_live
-    t = t.masked_fill(dead.view(-1, *[1] * (t.dim() - 1)), 0)
+    t.masked_fill_(dead.view(-1, *[1] * (t.dim() - 1)), 0)
     return torch.empty_like(t).index_copy_(0, rows.order, t)
 
 
