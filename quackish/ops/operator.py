@@ -152,6 +152,17 @@ def _device_of(args: tuple) -> torch.device:
     raise AssertionError("an operator without a tensor")
 
 
+def reshaped(t: Tensor, shape: Sequence[int]) -> Tensor:
+    """t.reshape(shape). The gradient of a leaf has memory of its own.
+
+    Otherwise autograd may keep a view of another tensor's gradient as the leaf's, to which the next backward adds.
+    """
+    out = t.reshape(shape)
+    if t.is_leaf and out.requires_grad and out is not t and not is_compiling():
+        out.register_hook(lambda grad: None if grad is None else grad.clone())
+    return out
+
+
 def fast_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """`function.apply` without two Python frames of torch, for callers that have checked `is_plain`.
 

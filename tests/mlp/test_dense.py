@@ -209,6 +209,22 @@ def test_gradients_of_a_residual_accumulate():
     assert (args["residual"].grad == 3).all()
 
 
+class NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+def test_an_undefined_gradient_of_a_residual():
+    args, _ = dense(6, lead=(2, 3), dtype=FP32, biases=False)
+    NoGradient.apply(mlp(**args)).sum().backward()
+    assert args["residual"].grad is None
+
+
 @on_every_path
 def test_any_strides(where):
     args, dy = dense(split=True, dtype=where.dtypes[0], device=where.device)

@@ -341,3 +341,16 @@ def test_a_weight_per_head_in_the_emulator(m, heads, n, setting):
 def test_modules_in_pickles_of_older_versions():
     assert pickle.loads(b"cquackish.ops.rms_norm\nRMSNorm\n.") is RMSNorm
     assert pickle.loads(b"cquackish.ops.linear_cross_entropy.api\nLinearCrossEntropyLoss\n.") is LinearCrossEntropyLoss
+
+
+def test_gradients_of_two_leaves_accumulate():
+    """With several normalized dimensions: autograd adds to gradients in place, which must not share memory."""
+    norm = RMSNorm((4, 8))
+    x, residual = (torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(i)).requires_grad_() for i in range(2))
+    y, _ = norm(x, residual)
+    once = torch.autograd.grad(y.sum(), (x, residual))
+    for _ in range(3):
+        y, _ = norm(x, residual)
+        y.sum().backward()
+    for t, grad in zip((x, residual), once, strict=True):
+        torch.testing.assert_close(t.grad, 3 * grad)

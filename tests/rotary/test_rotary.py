@@ -50,7 +50,7 @@ def test_emulated(name):
 
 
 def test_negative_bit_emulated():
-    """Tables that PyTorch negates when it reads them, of a conjugate."""
+    """PyTorch negates the sine of a conjugate when it reads it; kernels read memory."""
     q, k, cos, sin = case(d=16, rotary_dim=2, half=True)
     conjugate = torch.complex(cos, sin).conj()
     assert conjugate.imag.is_neg()

@@ -4,7 +4,8 @@ warm_up.py finds a call's kernels with them, memory.py its peak memory, and the 
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
@@ -80,3 +81,10 @@ def representatives(items: Sequence[Any]) -> Iterator[tuple[Any, int]]:
         if size > 1:
             yield items[start + 1], size - 1
         start += size
+
+
+def isolated(function: Callable[..., T], *args: Any) -> T:
+    """function(*args) in a new thread, where none of the caller's modes, saved-tensor hooks, autocast or no_grad are
+    active."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function, *args).result()

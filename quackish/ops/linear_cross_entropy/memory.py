@@ -17,10 +17,10 @@ from quackish.device.modes import is_compiling, traced_as_constant
 from quackish.gpu import Gpu
 from quackish.ops.linear_cross_entropy.calls import Call, GradOutputs, Grads, LossPlan, grads_needed, requires_grad
 from quackish.ops.linear_cross_entropy.checks import Inputs
-from quackish.ops.linear_cross_entropy.dry_run import DryRun, empty
+from quackish.ops.linear_cross_entropy.dry_run import DryRun, empty, isolated
 from quackish.ops.linear_cross_entropy.layout import LinearCrossEntropyConfig, LinearCrossEntropyProblem, by_speed
 from quackish.ops.linear_cross_entropy.operators import OPERATORS, kernels_on
-from quackish.ops.shared.memory_counter import META, LimitExceeded, MemoryCounter, isolated
+from quackish.ops.shared.memory_counter import META, LimitExceeded, MemoryCounter
 
 
 class Metadata(NamedTuple):

@@ -11,8 +11,7 @@ from quackish.device.kernel_for import CompiledKernel, request_for
 from quackish.gpu import Gpu
 from quackish.ops.linear_cross_entropy import schedules
 from quackish.ops.linear_cross_entropy.calls import Call
-from quackish.ops.linear_cross_entropy.dry_run import DryRun, empty
-from quackish.ops.shared.memory_counter import isolated
+from quackish.ops.linear_cross_entropy.dry_run import DryRun, empty, isolated
 
 _lock = threading.Lock()
 

@@ -7,9 +7,9 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from quackish.device.modes import is_compiling
-from quackish.ops.linear_divergence import memory, schedule
+from quackish.ops.linear_divergence import schedule
 from quackish.ops.linear_divergence.checks import WHO, Inputs, Options, check
-from quackish.ops.linear_divergence.operators import Plan, Tensors, forward_operator
+from quackish.ops.linear_divergence.operators import Plan, Tensors, forward_operator, sizes_of
 from quackish.ops.operator import refuse_transforms
 from quackish.ops.shared.buffers import check_buffer
 from quackish.ops.shared.matmul import accumulate_dtype
@@ -79,7 +79,7 @@ def linear_divergence(
         return_entropy: also return the student's entropy (...) at this temperature, in nats, without gradient.
         grad_weight_out: (V, H) buffer, fp32 or in linear_weight's dtype. Backward adds linear_weight's gradient to it
             and returns None to autograd.
-        memory_limit: bytes in addition to inputs and gradients. The largest blocks of rows within it run.
+        memory_limit: bytes in addition to inputs, their copies and gradients. The largest blocks of rows within it run.
         backend: "auto" runs kernels if they cover the call, else the portable PyTorch path: silently on CPU, with one
             warning per reason on a GPU. "cute" runs kernels or raises. "reference" runs the portable path.
 
@@ -135,6 +135,6 @@ def prepared(inputs: Inputs, options: Options, dtype: torch.dtype) -> tuple[Tens
         options.return_entropy, *layout, needs, options.backend,
     )  # fmt: skip
     if options.memory_limit is not None:
-        chunk, block = memory.layout_within(options.memory_limit, memory.request_for(tensors, plan))
-        plan = plan._replace(chunk=chunk, block=block)
+        layout = schedule.layout_within(options.memory_limit, sizes_of(tensors, plan))
+        plan = plan._replace(chunk=layout.chunk, block=layout.block)
     return tensors, plan

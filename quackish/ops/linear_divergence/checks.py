@@ -115,7 +115,7 @@ def check_tensors(inputs: Inputs) -> None:
 
 
 def _is_positive(number: float) -> bool:
-    """In fp32, in which kernels get it."""
+    """True if fp32 holds the number."""
     return _FP32.tiny <= number <= _FP32.max
 
 

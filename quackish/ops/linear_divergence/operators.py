@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from quackish.device.kernel_device import report_portable, require_device, why_unsupported
-from quackish.device.modes import check_memory, is_compiling
+from quackish.device.modes import check_memory, is_compiling, traced_as_constant
 from quackish.ops.linear_divergence import kernel_steps, reference, schedule
 from quackish.ops.linear_divergence.checks import WHO
 from quackish.ops.linear_divergence.problems import padded
 from quackish.ops.linear_divergence.reference import RowOptions, Side
-from quackish.ops.linear_divergence.schedule import Grads, Layout, Models, Needed, Rows, Steps
+from quackish.ops.linear_divergence.schedule import Grads, Layout, Models, Needed, Rows, Sizes, Steps
 from quackish.ops.operator import Operator, is_graph_kept
 from quackish.ops.shared.launches import launches_of
 from quackish.ops.shared.matmul import accumulate_dtype
@@ -67,6 +67,18 @@ def needed_of(t: Tensors, plan: Plan) -> Needed:
     return Needed(
         t.x.dtype if dx else None, dw_dtype if dw else None, t.bias.dtype if db and t.bias is not None else None
     )
+
+
+@traced_as_constant
+def _has_kernels(device: torch.device) -> bool:
+    return not why_unsupported(WHO, GEMM_SPEC, device)
+
+
+def sizes_of(t: Tensors, plan: Plan) -> Sizes:
+    (m, _), (v, h), teacher_h = t.x.shape, t.w.shape, t.teacher_w.shape[1]
+    has_kernels = plan.backend != "reference" and _has_kernels(t.x.device)
+    portable = not has_kernels or bool(kernel_steps.why_unsupported(plan.dtype, v, (h, teacher_h)))
+    return Sizes(m, v, h, plan.dtype, needed_of(t, plan), plan.reduction == "none", t.mask is not None, portable)
 
 
 def steps_for(t: Tensors, plan: Plan) -> Steps:

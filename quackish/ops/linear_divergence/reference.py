@@ -68,7 +68,7 @@ def rows(
     start: int,
     out: Tensor | None,  # (R, V): memory for dlogits
 ) -> RowResults:
-    size = max(1, PIECE // student.shape[1])
+    size = _rows_of_piece(student.shape[1])
     parts = [
         _rows(
             student[i : i + size], teacher[i : i + size], student_side, teacher_side, options,
@@ -81,7 +81,13 @@ def rows(
     return RowResults(torch.cat(losses), torch.cat(entropies) if options.entropy else None, out)
 
 
-PIECE = 1 << 20  # logits of one model at a time: 15 more matrices of their size are in memory
+def bytes_of_rows(rows: int, v: int, itemsize: int) -> int:
+    """Memory that `rows` takes: 15 matrices of a few rows."""
+    return 15 * min(rows, _rows_of_piece(v)) * v * itemsize
+
+
+def _rows_of_piece(v: int) -> int:
+    return max(1, (1 << 20) // v)
 
 
 def _rows(

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quackish.ops.linear_divergence import kernel_steps
+from quackish.ops.linear_divergence import kernel_steps, reference
+from quackish.ops.linear_divergence.problems import padded
 from quackish.ops.linear_divergence.reference import RowOptions, RowResults, Side
 from quackish.ops.shared.matmul import accumulate_dtype
 
@@ -74,6 +75,62 @@ CHUNKS = 1024, 768, 512, 256, 128
 def default_layout(h: int) -> Layout:
     """Chunks whose logits fit the memory that dw takes later, in 16 bits: h / 4 rows, but at least 768."""
     return Layout(next(rows for rows in CHUNKS if rows <= max(h // 4, 768)), BLOCKS[0])
+
+
+class Sizes(NamedTuple):
+    """What the memory of a call depends on, besides its layout."""
+
+    m: int
+    v: int
+    h: int
+    dtype: torch.dtype  # of the matrix products' operands
+    needed: Needed
+    per_row: bool  # reduction "none"
+    masked: bool
+    portable: bool
+
+
+def memory_of(layout: Layout, sizes: Sizes) -> int:
+    """Bytes at the peak in addition to inputs, gradients and copies of inputs: at least what a call takes."""
+    m, v, h, dtype, needed, per_row, masked, portable = sizes
+    wide, chunk, block = accumulate_dtype(dtype).itemsize, min(layout.chunk, m), min(layout.block, m)
+    stride, several = v if portable else padded(v), block < m
+    vectors = (32 * m + 8 * v) * wide
+    rounding = 0 if portable else (6 + several * -(-m // max(block, 1))) << 20  # of PyTorch's allocator
+    logits = 2 * chunk * stride * wide + (reference.bytes_of_rows(chunk, v, wide) if portable else 0)
+    if not any(needed):
+        return logits + vectors + rounding
+    dlogits, dx = block * stride * dtype.itemsize, m * h * (needed.dx.itemsize if needed.dx else 0)
+    dw = v * h * needed.dw.itemsize if needed.dw else 0
+    sums = v * h * wide if dw and several and needed.dw != accumulate_dtype(dtype) else 0
+    rows = logits if several else max(logits - dw, 0)  # the first block's dw is allocated after the logits
+    products = SCRATCH if dw else 0
+    if portable:
+        is_added = several or needed.dw != accumulate_dtype(dtype)
+        products = (v * h * wide if dw and is_added else 0) + block * h * wide
+        products += block * v * wide if dtype.itemsize < wide else 0  # operands of a CPU
+    if per_row:
+        products += 3 * m * h * wide
+    end = dx * (several + 2 * masked)
+    scaled = dw + dx if portable and not per_row else 0  # by the gradient of the loss
+    return max(dlogits + sums + max(rows, products, end), scaled) + vectors + rounding
+
+
+SCRATCH = 24 << 20  # of dw's matmul, whose last tiles are sums of parts
+
+
+def layout_within(limit: int, sizes: Sizes) -> Layout:
+    """The layout with the largest blocks, then the largest chunks, within `limit` bytes. ValueError if none is."""
+    chunks = [rows for rows in CHUNKS if rows <= default_layout(sizes.h).chunk]
+    layouts = [Layout(chunk, block) for block in BLOCKS for chunk in chunks if chunk <= block]
+    bytes_of = {layout: memory_of(layout, sizes) for layout in layouts}
+    for layout, taken in bytes_of.items():
+        if taken <= limit:
+            return layout
+    raise ValueError(
+        f"linear_divergence: memory_limit is {limit} bytes, expected at least {min(bytes_of.values())}, the lowest "
+        "peak of any block size, in addition to inputs, their copies and gradients"
+    )
 
 
 # Rows -----------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from torch import Tensor
 from quackish.device.modes import is_compiling
 from quackish.ops.mlp.api import run_mlp
 from quackish.ops.mlp.checks import Inputs, check_biases, check_buffers, checked_dtype
-from quackish.ops.operator import refuse_transforms
+from quackish.ops.operator import refuse_transforms, reshaped
 from quackish.types import Activation, Backend
 
 
@@ -81,9 +81,5 @@ def as_rows(inputs: Inputs, b1: Tensor | None, b3: Tensor | None) -> Inputs:
         b1 = torch.cat([b1, b3])
     if x.dim() != 2:
         x = x.reshape(-1, x.shape[-1])
-        if residual is not None:
-            is_leaf, residual = residual.is_leaf, residual.reshape(x.shape)
-            if is_leaf and residual.requires_grad and not is_compiling():
-                # its gradient is y's; autograd would keep a view of it in residual.grad, and add to it
-                residual.register_hook(torch.clone)
+        residual = None if residual is None else reshaped(residual, x.shape)  # its gradient is y's
     return inputs._replace(x=x, b1=b1, residual=residual)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from quackish.device.modes import is_plain
+from quackish.ops.operator import reshaped
 from quackish.ops.rms_norm.checks import check_flags, check_module, check_module_inputs
 from quackish.ops.rms_norm.operators import (
     apply,
@@ -280,10 +281,12 @@ class RMSNorm(nn.RMSNorm):
         if ndim == 1:
             return rms_norm(x, weight, bias, residual=residual, **options)
         # Flatten several normalized dimensions into one: views, unless x's strides do not allow it.
-        weight, bias, flat_residual = (None if t is None else t.flatten(-ndim) for t in (weight, bias, residual))
+        weight, bias = (None if t is None else t.flatten() for t in (weight, bias))
         if dweight_out is not None:
             options["dweight_out"] = dweight_out.view(-1)
-        out = rms_norm(x.flatten(-ndim), weight, bias, residual=flat_residual, **options)
+        flat = x.flatten(-ndim)
+        flat_residual = None if residual is None else reshaped(residual, flat.shape)  # its gradient may be x's
+        out = rms_norm(flat, weight, bias, residual=flat_residual, **options)
         return out.view(x.shape) if isinstance(out, Tensor) else (out[0].view(x.shape), out[1].view(x.shape))
 
     def extra_repr(self) -> str:

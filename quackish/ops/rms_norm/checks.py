@@ -103,7 +103,7 @@ def check_module_inputs(x: Any, residual: Any, dweight_out: Any, normalized_shap
     if len(normalized_shape) == 1:
         return  # check_forward sees the same shapes
     if residual is not None and residual.shape != x.shape:
-        raise ValueError(f"RMSNorm: residual is {dims(residual)} but x is {dims(x)}")
+        raise ValueError(f"RMSNorm: residual is {dims(residual)} but x is {dims(x)}; expected equal shapes")
     if dweight_out is not None and (dweight_out.shape != normalized_shape or not dweight_out.is_contiguous()):
         given = f"{dims(dweight_out)} with strides {dweight_out.stride()}"
         raise ValueError(f"RMSNorm: dweight_out is {given}; expected contiguous ({expected})")

@@ -1,9 +1,7 @@
 """Counts the memory that PyTorch's operations on meta tensors would allocate."""
 
 import math
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 META = torch.device("meta")
-T = TypeVar("T")
 # PyTorch's caching allocator rounds up to multiples of 512 bytes, and above 1 MiB adds up to 1 MiB more.
 BLOCK, LARGE = 512, 1 << 20
 SORT_BYTES = 24  # scratch of torch.sort per element: indices and CUB's temporary storage
@@ -70,13 +67,6 @@ class MemoryCounter(TorchDispatchMode):
 
     def allocation_size(self, size: int) -> int:
         return -(-size // BLOCK) * BLOCK + (LARGE if size > LARGE else 0)
-
-
-def isolated(function: Callable[..., T], *args: Any) -> T:
-    """function(*args) in a new thread, where none of the caller's modes, saved-tensor hooks, autocast or no_grad are
-    active."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(function, *args).result()
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
