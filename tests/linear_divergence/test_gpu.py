@@ -52,7 +52,31 @@ def test_nothing_synchronizes_and_graphs_replay(reduction):
     expected = step(args, beta=0.5, reduction=reduction)
     with no_synchronization():
         step(args, beta=0.5, reduction=reduction)
+        if reduction == "mean":
+            step(args, beta=0.5, num_items=torch.tensor(500))  # on the CPU
     graph, results = captured(lambda: step(args, beta=0.5, reduction=reduction))
     for _ in range(3):
         graph.replay()
     assert all(same_bits(a, b) for a, b in zip(results, expected, strict=True))
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_a_teacher_that_is_not_finite(beta):
+    args = on_gpu(make(70, 128, 128, 5003, BF16, mask=False))
+    args["teacher_input"][1], args["teacher_input"][4] = torch.nan, torch.inf
+    _, dx, _ = step(args, beta=beta, reduction="sum")
+    bad = [1, 4]
+    assert dx[bad].isnan().all()
+    assert dx[[row for row in range(70) if row not in bad]].isfinite().all()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("limit", [200_000_000, 400_000_000])  # several blocks of rows, and one
+def test_a_memory_limit_holds(limit, reduction):
+    args = on_gpu(make(3000, 512, 768, 32_003, BF16, bias=False, mask=False))
+    step(args, reduction=reduction, memory_limit=limit)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    results = step(args, reduction=reduction, memory_limit=limit)
+    taken = torch.cuda.max_memory_allocated() - before
+    assert taken - sum(t.nbytes for t in results[1:]) <= limit
