@@ -153,7 +153,7 @@ def _device_of(args: tuple) -> torch.device:
 
 
 def reshaped(t: Tensor, shape: Sequence[int]) -> Tensor:
-    """t.reshape(shape). The gradient of a leaf has memory of its own.
+    """t.reshape(shape). The gradient of a leaf has memory of its own, except in compiled code.
 
     Otherwise autograd may keep a view of another tensor's gradient as the leaf's, to which the next backward adds.
     """

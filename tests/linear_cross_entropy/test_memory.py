@@ -31,6 +31,7 @@ from tests.linear_cross_entropy.cases import (
     truth,
     unit_roundoff,
 )
+from tests.peak_memory import taken
 
 TILE_N = SOFTMAX_TILE_N["sm_90"]
 
@@ -71,16 +72,6 @@ def test_order_of_candidates():
 
 
 # Dry runs -------------------------------------------------------------------------------------------------------------
-
-
-def taken(step):
-    """The peak of the bytes that a step on the CPU allocates, including its results."""
-    step()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        kept = step()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    del kept
-    return max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
 
 def request_of(x, w, target, kw, eager=True, device=None):

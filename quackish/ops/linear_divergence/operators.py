@@ -70,25 +70,28 @@ def needed_of(t: Tensors, plan: Plan) -> Needed:
 
 
 @traced_as_constant
-def _has_kernels(device: torch.device) -> bool:
-    return not why_unsupported(WHO, GEMM_SPEC, device)
+def _why_no_kernels(device: torch.device) -> str:
+    return why_unsupported(WHO, GEMM_SPEC, device)
+
+
+def _why_portable(t: Tensors, plan: Plan) -> str:
+    """Why kernels do not cover the call; "" if they do."""
+    widths = t.w.shape[1], t.teacher_w.shape[1]
+    return _why_no_kernels(t.x.device) or kernel_steps.why_unsupported(plan.dtype, t.w.shape[0], widths)
 
 
 def sizes_of(t: Tensors, plan: Plan) -> Sizes:
-    (m, _), (v, h), teacher_h = t.x.shape, t.w.shape, t.teacher_w.shape[1]
-    has_kernels = plan.backend != "reference" and _has_kernels(t.x.device)
-    portable = not has_kernels or bool(kernel_steps.why_unsupported(plan.dtype, v, (h, teacher_h)))
+    (m, _), (v, h) = t.x.shape, t.w.shape
+    portable = plan.backend == "reference" or bool(_why_portable(t, plan))
     return Sizes(m, v, h, plan.dtype, needed_of(t, plan), plan.reduction == "none", t.mask is not None, portable)
 
 
 def steps_for(t: Tensors, plan: Plan) -> Steps:
     """The steps that run: kernels or the portable path, which on a GPU warns once per reason."""
-    x, (v, h) = t.x, t.w.shape
+    x = t.x
     if plan.backend == "reference" or x.numel() == 0:
         return reference
-    why = why_unsupported(WHO, GEMM_SPEC, x.device)
-    why = why or kernel_steps.why_unsupported(plan.dtype, v, (h, t.teacher_w.shape[1]))
-    if why:
+    if why := _why_portable(t, plan):
         report_portable(why, x.device, plan.backend)
         return reference
     return kernel_steps.steps_of(require_device(WHO, x.device))
