@@ -48,7 +48,7 @@ def log_probs(**options):
 
 
 @contextlib.contextmanager
-def log_probs_and_norms(model: nn.Module):
+def log_probs_and_layers(model: nn.Module):
     with log_probs(), integration.applied(model, head=False):
         yield
 
@@ -57,7 +57,7 @@ PROVIDERS: dict[str, Callable[[nn.Module], AbstractContextManager]] = {
     "TRL": lambda model: contextlib.nullcontext(),
     "apply()": lambda model: log_probs(),
     'apply(schedule="recompute")': lambda model: log_probs(schedule="recompute"),
-    "apply() and norms": log_probs_and_norms,
+    "apply() and layers": log_probs_and_layers,
 }
 
 

@@ -446,7 +446,7 @@ def olmoe_rows() -> Table:
 
 
 def trl_rows() -> Table:
-    providers = ("TRL", "apply()", "apply() and norms")
+    providers = ("TRL", "apply()", "apply() and layers")
     yield "loss", *(f"{name}: {unit}" for name in providers for unit in ("ms", "GB")), "time / TRL's"
     for loss in ("SFT", "DPO", "GRPO"):
         rows = [find("H200/trl_step.md", loss=loss, provider=name) for name in providers]
