@@ -28,6 +28,7 @@ from tests.attention.cases import (
 )
 from tests.cuda_graphs import captured, no_synchronization
 from tests.emulator_cases import HOPPER, QUICK, emulated
+from tests.fake_strides import ChecksFakes
 from tests.variants import one_per
 
 attention = quackish.scaled_dot_product_attention
@@ -58,6 +59,25 @@ def test_negative_bit_emulated():
     with emulated(QUICK):
         found = [attention(**args, attn_bias=b) for b in (bias, bias.resolve_neg())]
     assert torch.equal(*found)
+
+
+UNREADABLE = {  # views of (2, 33, 2, 25), in the order (batch, head, row, column), that TMA cannot read
+    "rows of 25": lambda t: t.transpose(1, 2)[..., 1:],
+    "a head for all": lambda t: t[:, :, :1, :24].transpose(1, 2).expand(2, 2, 33, 24),
+}
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_copied_inputs_emulated(kind):
+    """Compiled code relies on the strides of results and gradients."""
+    args, generator = case(2, 2, 33, d=24, bias=(1, 2, 33, 33)), torch.Generator().manual_seed(2)
+    for name in ("query", "key", "value"):
+        t = torch.randn(2, 33, 2, 25, generator=generator).bfloat16()
+        args[name] = UNREADABLE[kind](t).requires_grad_()
+    with emulated(QUICK), ChecksFakes() as fakes:
+        got = step(args)
+    assert fakes.checked == ["attention_fwd", "attention_bwd"]
+    assert_right(got, truth(args))
 
 
 @pytest.mark.exhaustive

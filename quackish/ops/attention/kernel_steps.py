@@ -50,7 +50,7 @@ from quackish.ops.attention.problems import (
     AttentionOrderProblem,
     AttentionRowsProblem,
 )
-from quackish.ops.attention.reference import Gradients, Inputs, Options
+from quackish.ops.attention.reference import Gradients, Inputs, Options, empty_like
 from quackish.ops.attention.score_problems import (
     AttentionBiasProblem,
     AttentionForwardProblem,
@@ -313,7 +313,7 @@ def steps_of(device: KernelDevice) -> AttentionSteps:
 
 
 def _aligned(t: Tensor) -> Tensor:
-    """t, or a copy if TMA cannot read it."""
+    """t, or a copy if TMA cannot read it. Results that have the strides of one have those of the other."""
     if t.data_ptr() % 16 == 0 and (t.is_contiguous() or legal_strides(t.shape, t.stride()) is not None):
         return t
-    return t.clone(memory_format=torch.contiguous_format)
+    return empty_like(t, t.shape[3]).copy_(t)
