@@ -28,9 +28,10 @@ import torch.nn.functional as F
 import quackish
 from benchmarks import harness
 from benchmarks.traces import traced
+from benchmarks.verdicts import at_most, verdict
 from quackish import parallel
 from quackish.bench.environment import environment
-from quackish.bench.report import markdown_table
+from quackish.bench.report import Verdict, markdown_table
 from quackish.cli import call_arguments
 from quackish.gpu import gpu_of
 from quackish.testing.timing import synchronize
@@ -228,7 +229,8 @@ slowest GPU runs NCCL's kernels alone: that of the GPU where it is least, as all
 
 """
     efficiencies = "of GPU 0", "of the slowest", "while all run"
-    header = "M x H x V", "GPUs", "step", "ms", *efficiencies, "MB", "exposed", "loss", "targets"
+    header = "M x H x V", "GPUs", "step", "ms", *efficiencies, "MB", "exposed", "loss"
+    text += "".join(f"- {passed}: {what}\n" for cell in cells for passed, what in verdicts(cell)) + "\n"
     text += markdown_table(header, [line for cell in cells for line in lines_of(cell)])
     for cell in cells:
         text += f"\n## {name_of(cell)}, TP {cell['ranks']}: ms per GPU\n\n"
@@ -241,30 +243,44 @@ slowest GPU runs NCCL's kernels alone: that of the GPU where it is least, as all
     return text
 
 
+def verdicts(cell: Cell) -> list[Verdict]:
+    shape, ranks, mb, found = cell["shape"], cell["ranks"], cell["most_mb"], cell["steps"][OURS]
+    if ranks == 1 or found["why"]:
+        return []
+    what, lines = f"{name_of(cell)}, {ranks} GPUs", []
+    if (least := TARGETS.get((shape[1], ranks))) is not None:
+        efficiency = efficiencies_of(cell, OURS)[0]
+        lines.append(verdict(efficiency >= least, f"{what}: efficiency of GPU 0: {efficiency:.4f}, target {least}"))
+    lines += at_most(exposed_of(cell), MOST_EXPOSED, f"{what}: exposed communication")
+    return lines + [verdict(found["mb"] <= mb, f"{what}: MB: {found['mb']:.0f}, target {mb:.0f}")]
+
+
 def lines_of(cell: Cell) -> list[tuple]:
-    """A table's lines, with targets."""
-    shape, ranks, lines = cell["shape"], cell["ranks"], []
-    alone, at_once = medians(cell["ms"][ALONE]), medians(cell["ms"][ONE_GPU])
-    tables = cell["kernels"][OURS]
+    """A table's lines."""
+    ranks, lines = cell["ranks"], []
     for name, found in cell["steps"].items():
         if found["why"]:
-            lines.append((name_of(cell), ranks, name, found["why"], *[""] * 7))
+            lines.append((name_of(cell), ranks, name, found["why"], *[""] * 6))
             continue
-        ms = statistics.median(map(max, zip(*cell["ms"][name], strict=True)))  # the slowest rank counts in each burst
-        efficiencies = [one / (ranks * ms) for one in (alone[0], max(alone), max(at_once))]
-        exposed, targets = "", []
-        if name == OURS:
-            share = min((table["exposed"] / table["step"] for table in tables if table), default=0.0)
-            exposed = f"{share:.3f}"
-            if ranks > 1:
-                targets = [(f"exposed {MOST_EXPOSED}", share <= MOST_EXPOSED)]
-                targets += [(f"MB {cell['most_mb']:.0f}", found["mb"] <= cell["most_mb"])]
-            if (least := TARGETS.get((shape[1], ranks))) is not None:
-                targets.insert(0, (f"{least}", efficiencies[0] >= least))
-        verdicts = ", ".join(f"{target}: {'PASS' if passes else 'FAIL'}" for target, passes in targets)
-        numbers = f"{ms:.3f}", *shown(efficiencies), f"{found['mb']:.0f}", exposed, f"{found['loss']:.6f}"
-        lines.append((name_of(cell), ranks, name, *numbers, verdicts))
+        exposed = f"{exposed_of(cell):.3f}" if name == OURS else ""
+        times = f"{ms_of(cell, name):.3f}", *shown(efficiencies_of(cell, name))
+        lines.append((name_of(cell), ranks, name, *times, f"{found['mb']:.0f}", exposed, f"{found['loss']:.6f}"))
     return lines
+
+
+def ms_of(cell: Cell, name: str) -> float:
+    """The slowest rank counts in each burst."""
+    return statistics.median(map(max, zip(*cell["ms"][name], strict=True)))
+
+
+def efficiencies_of(cell: Cell, name: str) -> list[float]:
+    """Of GPU 0 alone, of the slowest GPU alone, and of the slowest one while all run."""
+    alone, at_once = medians(cell["ms"][ALONE]), medians(cell["ms"][ONE_GPU])
+    return [one / (cell["ranks"] * ms_of(cell, name)) for one in (alone[0], max(alone), max(at_once))]
+
+
+def exposed_of(cell: Cell) -> float:
+    return min((table["exposed"] / table["step"] for table in cell["kernels"][OURS] if table), default=0.0)
 
 
 def name_of(cell: Cell) -> str:

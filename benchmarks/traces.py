@@ -30,7 +30,7 @@ def traced(step: Callable[[], object], device: torch.device, file: Path) -> dict
 
 
 def short_name(name: str) -> str:
-    ours = re.match(r"kernel_cutlass_kernel_quackishkernels[a-z0-9_]*([A-Z]\w*?)_object_at", name)
+    ours = re.match(r"kernel_cutlass_kernel_quackish[a-z0-9_]*([A-Z]\w*?)_object_at", name)
     return ours[1] if ours else re.sub(r"[(<].*", "", name.removeprefix("void "))[:60]
 
 

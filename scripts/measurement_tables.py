@@ -287,7 +287,7 @@ def mlp_memory_rows() -> Table:
 
 
 def expert_rows() -> Table:
-    titles = ("`moe_mlp`", "Transformers", "Liger")
+    titles = ("`moe_mlp`", "Transformers", "Liger", "SonicMoE")
     h200 = (f"{title}: {unit}" for title in titles for unit in ("ms", "GB"))
     yield "model", *h200, *(f"H100: {title}: ms" for title in titles[:2])
     for model, shape in MOE.items():
@@ -300,7 +300,7 @@ def expert_rows() -> Table:
         yield model, *h200, *(significant(float(row["ms"])) for row in blocks)
 
 
-MOE_PROVIDERS = ("quackish", "transformers", "liger")
+MOE_PROVIDERS = ("quackish", "transformers", "liger", "sonicmoe")
 MOE = {
     "Qwen3-30B": "16384x2048x768x128x8", "OLMoE": "16384x2048x1024x64x8", "gpt-oss": "16384x2880x2880x32x4",
     "Mixtral": "8192x4096x14336x8x2",

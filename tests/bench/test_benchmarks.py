@@ -360,11 +360,12 @@ def parallel_cell(ms, **record):
 def test_targets_of_the_parallel_head():
     ours, peer = parallel.lines_of(parallel_cell(9.4))
     assert ours[4:6] == ("0.957", "0.984")
-    assert ours[-1] == "0.94: PASS, exposed 0.03: PASS, MB 900: PASS"
     assert peer[3] == "RuntimeError: no"
-    ours, _ = parallel.lines_of(parallel_cell(9.8, most_mb=899.0))
-    assert ours[-1] == "0.94: FAIL, exposed 0.03: PASS, MB 899: FAIL"
-    text = parallel.page([parallel_cell(9.4)], environment(CPU, "abc-dirty"))
+    assert [passed for passed, _ in parallel.verdicts(parallel_cell(9.4))] == ["PASS"] * 3
+    missed = parallel.verdicts(parallel_cell(9.8, most_mb=899.0))
+    assert [passed for passed, _ in missed] == ["FAIL", "PASS", "FAIL"]
+    text = parallel.page([parallel_cell(9.8)], environment(CPU, "abc-dirty"))
+    assert "- FAIL: 8192x4096x128256, 4 GPUs: efficiency of GPU 0: 0.9184, target 0.94\n" in text
     assert "| quackish: GemmSm90 1 | 8.000 | 8.000 | 8.000 | 8.000 |" in text
     assert "| quackish, one GPU alone | 36.000 | 36.000 | 36.000 | 37.000 |" in text
 
@@ -376,8 +377,9 @@ def test_the_kernels_of_a_traced_step():
     events[1] = ("ncclSum", -100, 6)  # waited for the other ranks
     expected = {"Gemm 1": 4, "ncclSum": 3, "Gemm 2": 3, "others": 0.01, "idle": 1, "exposed": 2, "step": 10}
     assert traces.kernels_of(events) == pytest.approx(expected)
-    name = "kernel_cutlass_kernel_quackishkernelsgemm_sm90GemmSm90_object_at__cutlasscuteatomCopyAtom_0"
-    assert traces.short_name(name) == "GemmSm90"
+    for place in ("kernels", "opslinear_cross_entropykernels"):
+        name = f"kernel_cutlass_kernel_quackish{place}gemm_sm90LceGemmSm90_object_at__cutlasscuteatomCopyAtom_0"
+        assert traces.short_name(name) == "LceGemmSm90"
     assert traces.short_name("void at::native::fill<float>(int)") == "at::native::fill"
     nccl = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
     assert traces.short_name(nccl) == "ncclDevKernel_AllGather_RING_LL"

@@ -76,7 +76,7 @@ def _liger() -> Mlp:
     return lambda x, index, weights, w1, w2: LigerFusedMoEFunction.apply(x, w1, w2, index.int(), weights)
 
 
-def _sonic_moe() -> Mlp:
+def _sonicmoe() -> Mlp:
     """SonicMoE after the router, with gate rows first. Its first call tunes for about a minute."""
     from sonicmoe.enums import ActivationType
     from sonicmoe.functional import TC_topk_router_metadata_triton, _DownProjection, _UpProjection
@@ -121,7 +121,7 @@ MOE_PROVIDERS: dict[str, Callable[[], Mlp]] = {
     OURS: ours_moe,
     "transformers": _transformers,
     "liger": _liger,
-    "sonic-moe": _sonic_moe,
+    "sonicmoe": _sonicmoe,
 }
 
 DENSE_PROVIDERS: dict[str, Callable[[], Mlp]] = {
