@@ -56,7 +56,8 @@ def scaled_dot_product_attention(
         dropout_p: 0.0.
         is_causal: key j takes part in row i if j <= i; beside a mask and a bias too.
         scale: D**-0.5 unless given.
-        attn_bias: as an additive attn_mask, but beside a bool one: bf16, fp16, fp32 or fp64, whatever query is.
+        attn_bias: as an additive attn_mask, but beside a bool one: bf16, fp16, fp32 or fp64, whatever query is. With
+            five or more dimensions it is copied, unless those before the last three are all 1 or all query's.
         window: (left, right): key j takes part in row i if i - left <= j <= i + right. None is no limit.
         softcap: a number above 0; without it the scores are scale * query @ key.T.
         return_lse: also return the logarithm of the softmax's denominator, which has a gradient.
@@ -68,8 +69,9 @@ def scaled_dot_product_attention(
 
     A row with no key left has o 0, lse -inf and gradients 0. Results and gradients are the same on every run. A row of
     o and of query's gradient does not depend on other rows, heads or batch entries; the sums of key's, value's and the
-    bias's gradients have a fixed order. Memory is that of the gradients and O(batch * heads * length). Nothing is read
-    back from a GPU. A call with neither bias, mask, window, softcap nor return_lse is PyTorch's own function.
+    bias's gradients have a fixed order. Memory is that of the gradients and O(batch * heads * length), and a copy of
+    the bias's gradient if it is not broadcast and Lk is no multiple of 8. Nothing is read back from a GPU. A call with
+    neither bias, mask, window, softcap nor return_lse is PyTorch's own function.
 
     Raises:
         ValueError, TypeError: the shape, value, device or dtype of an argument.
