@@ -8,14 +8,8 @@
 the run, processes compile the kernels of quackish and FlexAttention for all cells at once, into their caches on disk.
 """
 
-import concurrent.futures
-import contextlib
-import multiprocessing
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-
-import torch
 
 from benchmarks import harness
 from benchmarks.verdicts import at_most, verdict
@@ -24,8 +18,6 @@ from quackish.bench.cells import OURS, Cell, Job, data_of, is_ours, options_of
 from quackish.bench.report import Verdict
 from quackish.bench.results import Results
 from quackish.bench.table import BENCHES
-from quackish.cli.console import progress
-from quackish.device.compile_jobs import defer_interrupts
 from quackish.ops.attention import measure as measure_attention
 from quackish.ops.attention.providers import ABOUT, PROVIDERS
 from quackish.ops.attention.tools import ATTENTION, BIASES, MASKS
@@ -41,7 +33,7 @@ ERROR = {"err_y": 0.75 * 2**-8} | dict.fromkeys(measure_attention.ERRORS[1:], 2*
 
 BIASED = (OURS, "torch-math", "torch-efficient", "torch-cudnn", "flex")
 MASKED = (*BIASED, "flex-block-mask")
-COMPILED = (OURS, "flex", "flex-block-mask", "fa4")  # what `warm_up` compiles
+COMPILED = (OURS, "flex", "flex-block-mask", "fa4")  # by `first_step`
 
 
 def case(length: int, d: int, direction: str = TRAIN, providers: Sequence[str] = BIASED, **options: object) -> Job:
@@ -210,34 +202,9 @@ PAGE = report.Page(
 # Running --------------------------------------------------------------------------------------------------------------
 
 
-def warm_up(jobs: Sequence[Job]) -> None:
-    """Compiles what the providers in COMPILED need for `jobs`, in several processes."""
-    todo = [(job.cell, name) for job in jobs for name in job.providers if name in COMPILED]
-    workers = max(1, min(12, len(os.sched_getaffinity(0)) * 3 // 4, len(todo)))
-    context = multiprocessing.get_context("spawn")
-    pool = concurrent.futures.ProcessPoolExecutor(workers, context, initializer=_one_thread)
-    show = progress(len(todo), "first steps")
-    with pool:
-        with defer_interrupts():
-            futures = [pool.submit(first_step, *one) for one in todo]
-        for done, future in enumerate(concurrent.futures.as_completed(futures), 1):
-            with contextlib.suppress(Exception):  # the run reports it
-                future.result()
-            show(done, "compiling")
-
-
-def _one_thread() -> None:
-    os.environ |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "QUACKISH_COMPILE_JOBS": "1"}
-
-
 def first_step(cell: Cell, name: str) -> None:
-    """One call of a provider, for what it leaves in the caches on disk."""
-    device = harness.device_to_measure()
-    args, do = measure_attention.make(cell, device)
+    args, do = measure_attention.make(cell, harness.device_to_measure())
     measure_attention.step(BENCHES[cell.op].load(name), args, do)()
-    if device.type == "cuda":
-        del args, do
-        torch.cuda.empty_cache()
 
 
 def select(jobs: Iterable[Job], words: str) -> list[Job]:
@@ -256,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     args = parser.parse_args(argv)
     jobs = select((QUICK if args.quick else JOBS) if on_gpu else TINY, args.only)
     if on_gpu and not args.report:
-        warm_up(jobs)
+        harness.warm_up(jobs, COMPILED, first_step)
     return harness.run(jobs, PAGE, args, rounds=5, seconds=0.2)
 
 

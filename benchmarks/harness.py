@@ -1,18 +1,23 @@
-"""Shared by the programs here: options, the folder of results, and the message without a GPU."""
+"""Shared by the programs here: options, the folder of results, the message without a GPU, and first steps."""
 
 import argparse
+import concurrent.futures
+import contextlib
+import multiprocessing
+import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 
 import torch
 
 from quackish.bench import environment, runner
-from quackish.bench.cells import Job
+from quackish.bench.cells import Cell, Job
 from quackish.bench.report import Page, report
-from quackish.cli.console import NO_GPU
+from quackish.cli.console import NO_GPU, progress
 from quackish.cli.parser import output_folder
+from quackish.device.compile_jobs import defer_interrupts
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -48,6 +53,37 @@ def run(jobs: Sequence[Job], page: Page, args: argparse.Namespace, **options) ->
         return path
     runner.run(jobs, path, page, args.append, args.commit, **options)
     return path
+
+
+def warm_up(jobs: Sequence[Job], names: Container[str], first_step: Callable[[Cell, str], object]) -> None:
+    """Calls `first_step`, a function of a module, for providers in `names`, each in one of several processes.
+
+    What they compile is then in their caches on disk. Otherwise the measuring process compiles one kernel at a time.
+    """
+    todo = [(job.cell, name) for job in jobs for name in job.providers if name in names]
+    workers = max(1, min(12, len(os.sched_getaffinity(0)) * 3 // 4, len(todo)))
+    context = multiprocessing.get_context("spawn")
+    pool = concurrent.futures.ProcessPoolExecutor(workers, context, initializer=_one_thread)
+    show = progress(len(todo), "first steps")
+    with pool:
+        with defer_interrupts():
+            futures = [pool.submit(_call, first_step, *one) for one in todo]
+        for done, future in enumerate(concurrent.futures.as_completed(futures), 1):
+            with contextlib.suppress(Exception):  # the run reports it
+                future.result()
+            show(done, "compiling")
+
+
+def _one_thread() -> None:
+    os.environ |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "QUACKISH_COMPILE_JOBS": "1"}
+
+
+def _call(first_step: Callable[[Cell, str], object], cell: Cell, name: str) -> None:
+    try:
+        first_step(cell, name)
+    finally:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def write_page(page: str, path: Path) -> None:

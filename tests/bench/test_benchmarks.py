@@ -16,6 +16,7 @@ from benchmarks import (
     attention,
     decoder,
     grouped_mlp,
+    harness,
     host_overhead,
     linear_cross_entropy,
     parallel,
@@ -588,3 +589,23 @@ def test_attention_is_compiled_before_the_run():
         attention.first_step(cell, name)
     with pytest.raises(ValueError, match="there is no mask"):
         attention.first_step(cell, "flex-block-mask")
+
+
+def test_experts_are_compiled_before_the_run():
+    (job,) = grouped_mlp.tiny("moe_mlp")
+    grouped_mlp.first_step(job.cell, "transformers")
+    with pytest.raises(KeyError):
+        grouped_mlp.first_step(job.cell, "no such library")
+
+
+def leave_a_file(cell, name):  # a first step
+    if name == "broken":
+        raise RuntimeError
+    Path(cell.data, name).touch()
+
+
+def test_first_steps_run_in_processes(tmp_path):
+    """One that fails costs no other."""
+    cell = Cell("rms_norm", (1, 1), "bfloat16", "forward", str(tmp_path))
+    harness.warm_up([Job(cell, ("broken", "a", "b", "other"))], ("broken", "a", "b"), leave_a_file)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
