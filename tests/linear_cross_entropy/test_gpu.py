@@ -141,6 +141,29 @@ def test_cuda_graph_with_dw_in_forward(narrow, states):
     check_replays(states, x, w, target, schedule="recompute", grad=torch.tensor(0.37, device="cuda"))
 
 
+@pytest.mark.parametrize("schedule", ["auto", "recompute"])
+def test_cuda_graph_of_backward_alone(schedule):
+    """Replays have equal results, though a first backward scales the gradients that forward has computed."""
+    x, w, target = make(1100, 1024, 8000)
+    grad, stream = torch.tensor(3.0, device="cuda"), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+
+    def gradients(loss):
+        return torch.autograd.grad(loss, (x, w), grad, retain_graph=True)
+
+    with torch.cuda.stream(stream):  # backward runs where forward did
+        losses = [linear_cross_entropy(x, w, target, schedule=schedule) for _ in range(2)]
+        want = gradients(losses[0])
+        gradients(losses[0])  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        got = gradients(losses[1])
+    for _ in range(2):
+        graph.replay()
+        for one, other in zip(got, want, strict=True):
+            assert norm_error(one, other) < 2**-8
+
+
 def check_replays(states, x, w, target, **kw):
     graph, static = captured(lambda: step(x, w, target, **kw))
     for seed, ignored in ((1, 0), (2, 2), (3, 1)):  # no row ignored, half, all but row 0

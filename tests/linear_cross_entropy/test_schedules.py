@@ -273,13 +273,26 @@ def test_flagged_rows_with_exp_logits_in_two_buffers(limits, path):
     assert path.calls["dw"] == 2
 
 
+def shifted(t):
+    """A copy that does not start on 16 bytes, as in a buffer of many tensors."""
+    return t.new_empty(t.numel() + 1)[1:].view(t.shape).copy_(t)
+
+
+def spread(t):
+    """A copy whose elements are apart."""
+    return torch.stack([t, t], -1)[..., 0]
+
+
+CHANGES = {"dense": functools.partial(torch.clone, memory_format=torch.contiguous_format)}
+CHANGES |= {"shifted": shifted, "spread": spread}
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("v", [33, 700])
-def test_saved_tensors_with_changed_strides(v, schedule, path):
+@pytest.mark.parametrize("v, change", [(33, "dense"), (700, "dense"), (64, "shifted"), (700, "spread")])
+def test_saved_tensors_in_other_memory(v, change, schedule, path):
     x, w, target, kw = path.case(v=v, bias=True)
     want = path.run(x, w, target, kw, schedule=schedule)
-    dense = functools.partial(torch.clone, memory_format=torch.contiguous_format)
-    with torch.autograd.graph.saved_tensors_hooks(dense, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: CHANGES[change](t) if t.dim() else t):
         got = path.run(x, w, target, kw, schedule=schedule)
     for one, other in zip([*got[:2], *got[2]], [*want[:2], *want[2]], strict=True):
         assert same_bits(one, other)

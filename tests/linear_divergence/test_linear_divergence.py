@@ -14,6 +14,7 @@ from quackish.ops.linear_divergence import schedule
 from quackish.ops.linear_divergence.problems import ROWS_SPEC, DivergenceRowsConfig
 from quackish.testing.errors import error
 from tests.emulator_cases import QUICK, emulated
+from tests.fake_strides import ChecksFakes
 from tests.peak_memory import taken
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -197,6 +198,19 @@ def test_numbers_that_fp32_cannot_hold(name):
             ValueError, match=re.escape(f"{name} is {number}, expected a number from 1.2e-38 to 3.4e+38")
         ):
             linear_divergence(**make(4, 16, 16, 33, FP32), **{name: number})
+
+
+@pytest.mark.parametrize("m", [0, 5])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_results_are_as_compiled_code_expects(m, reduction):
+    """With a weight that is the transpose of a parameter."""
+    args = make(m, 16, 24, 64, FP32)
+    args["linear_weight"] = args["linear_weight"].T.contiguous().T
+    leaves = [args[name].requires_grad_() for name in ("input", "linear_weight", "linear_bias")]
+    with ChecksFakes() as fakes:
+        linear_divergence(**args, reduction=reduction).sum().backward()
+    assert fakes.checked == ["linear_divergence_fwd"] + ["linear_divergence_bwd"] * (reduction == "none")
+    assert all(leaf.grad.shape == leaf.shape for leaf in leaves)
 
 
 def test_nan_and_no_rows():

@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
+from quackish.device.cuda import is_capturing
 from quackish.device.kernel_device import KernelDevice, check_same_device, device_of, require_device
 from quackish.device.modes import as_plain, check_memory
 from quackish.once import once
@@ -100,7 +101,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Only the first three need autograd, and each argument costs host time.
         outputs, saved, ctx.computed = schedules.forward(call)
         save_call(ctx, call, saved)
-        ctx.device = device_of(input.device)
+        ctx.device, ctx.is_captured = device_of(input.device), input.is_cuda and is_capturing()
         ctx.set_materialize_grads(False)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
@@ -112,6 +113,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if given is None:
             return None, None, None, None
         check_same_device(_WHO, ctx.device, given.device)
+        if given.is_cuda and not ctx.is_captured and is_capturing():
+            ctx.computed = _NOTHING  # each replay of a CUDA graph of backward alone would scale them again
         grads = [as_plain(_WHO, grad) for grad in grads]
         if not all(grad is None or grad.data_ptr() for grad in grads):
             check_memory(_WHO, **dict(zip(_GRAD_NAMES, grads, strict=False)))

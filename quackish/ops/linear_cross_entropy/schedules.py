@@ -110,18 +110,23 @@ def forward(call: Call) -> tuple[list[Tensor], Saved, ForwardGrads]:
 
 def backward(call: Call, saved: Saved, partial_dw: Tensor | None = None) -> Grads:
     """The gradients. dw is added to grad_weight_out if given. partial_dw: ForwardGrads.dw, scaled."""
-    state, exp_logits = RowState.from_memory(saved.state, call.inputs.target.numel()), saved.exp_logits
+    state, exp_logits = RowState.from_memory(_readable(saved.state), call.inputs.target.numel()), saved.exp_logits
     if call.grad_outputs.entropy is not None:
         exp_logits = None  # all logits are recomputed
     if is_graph_kept():  # autograd may run backward again, or is not running
-        memory = saved.state.clone()
+        memory = state.memory.clone()
         memory[:NUM_TICKETS] = 0
         state = RowState.from_memory(memory, state.m)
         if exp_logits is not None:
             rows, v = exp_logits.shape
             exp_logits = padded_matrix(call.kernels.device, rows, v, exp_logits.dtype).copy_(exp_logits)
-    saved = Saved(state.memory, saved.live_x, exp_logits)
-    return run_backward(prepare(call, state), saved, partial_dw, call.needed)
+    live_x = None if saved.live_x is None else _readable(saved.live_x)
+    return run_backward(prepare(call, state), Saved(state.memory, live_x, exp_logits), partial_dw, call.needed)
+
+
+def _readable(t: Tensor) -> Tensor:
+    """t, or a copy if a saved-tensor hook returned memory that kernels cannot read."""
+    return t if t.is_contiguous() and t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.contiguous_format)
 
 
 Forward = tuple[Tensor, Saved, ForwardGrads]  # the rows' losses (m,) fp32; divided for "mean", whose loss is their sum
@@ -254,7 +259,7 @@ def scale_kept(
 ) -> tuple[Chunk, Tensor | None]:
     """The chunk of saved.exp_logits, with row_scale and its target entries computed, and scaled_x if dw is needed."""
     exp_logits, (rows, v) = saved.exp_logits, saved.exp_logits.shape
-    if exp_logits.stride() != padded_strides(v):  # a saved-tensor hook or compiled code changed the strides
+    if exp_logits.stride() != padded_strides(v) or exp_logits.data_ptr() % 16:  # of a hook, or of compiled code
         exp_logits = padded_matrix(call.device, rows, v, exp_logits.dtype).copy_(exp_logits)
     chunk = Chunk(0, rows, saved.live_x, ExpLogits(exp_logits, v))
     scaled_x = allocate_live_x(call, rows) if needed.dw else None

@@ -207,7 +207,7 @@ def backward(dloss: Tensor, dlogits: Tensor | None, t: Tensors, plan: Plan, step
 
 def _zeros(t: Tensors, needed: Needed) -> Grads:
     pairs = zip((t.x, t.w, t.bias), needed, strict=True)
-    return Grads(*(None if dtype is None else torch.zeros_like(like, dtype=dtype) for like, dtype in pairs))
+    return Grads(*(None if dtype is None else like.new_zeros(like.shape, dtype=dtype) for like, dtype in pairs))
 
 
 # Operators ------------------------------------------------------------------------------------------------------------
