@@ -33,7 +33,7 @@ ERROR = {"err_y": 0.75 * 2**-8} | dict.fromkeys(measure_attention.ERRORS[1:], 2*
 
 BIASED = (OURS, "torch-math", "torch-efficient", "torch-cudnn", "flex")
 MASKED = (*BIASED, "flex-block-mask")
-COMPILED = (OURS, "flex", "flex-block-mask", "fa4")  # by `first_step`
+COMPILED = (OURS, "flex", "flex-block-mask", "fa4")  # `first_step` compiles their kernels
 
 
 def case(length: int, d: int, direction: str = TRAIN, providers: Sequence[str] = BIASED, **options: object) -> Job:

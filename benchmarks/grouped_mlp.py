@@ -28,7 +28,7 @@ TOKENS = {"qwen3-30b-a3b": 16_384, "olmoe-1b-7b": 16_384, "gpt-oss-20b": 16_384,
 TRAIN = "forward+backward"
 ROOF = ROOFS[TRAIN]
 HOST = (1024, 128, 128, 8)  # a small shape, so that GPU time stays hidden
-COMPILED = ("liger", "sonicmoe")  # by `first_step`
+COMPILED = ("liger", "sonicmoe")  # `first_step` compiles their kernels
 OVER_ROOF, SPEEDUP, MOST_LAUNCHES = 1.06, 1.20, 8
 
 

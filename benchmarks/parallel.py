@@ -262,7 +262,8 @@ def lines_of(cell: Cell) -> list[tuple]:
         if found["why"]:
             lines.append((name_of(cell), ranks, name, found["why"], *[""] * 6))
             continue
-        exposed = f"{exposed_of(cell):.3f}" if name == OURS else ""
+        share = exposed_of(cell) if name == OURS else None
+        exposed = "" if share is None else f"{share:.3f}"
         times = f"{ms_of(cell, name):.3f}", *shown(efficiencies_of(cell, name))
         lines.append((name_of(cell), ranks, name, *times, f"{found['mb']:.0f}", exposed, f"{found['loss']:.6f}"))
     return lines
@@ -279,8 +280,9 @@ def efficiencies_of(cell: Cell, name: str) -> list[float]:
     return [one / (cell["ranks"] * ms_of(cell, name)) for one in (alone[0], max(alone), max(at_once))]
 
 
-def exposed_of(cell: Cell) -> float:
-    return min((table["exposed"] / table["step"] for table in cell["kernels"][OURS] if table), default=0.0)
+def exposed_of(cell: Cell) -> float | None:
+    """None without traces."""
+    return min((table["exposed"] / table["step"] for table in cell["kernels"][OURS] if table), default=None)
 
 
 def name_of(cell: Cell) -> str:

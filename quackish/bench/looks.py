@@ -27,7 +27,7 @@ LOOKS = {
     "fa4": ("FlashAttention 4", "#1b2a6b"),
     "transformers": ("Transformers", "#b8860b"),
     "trl": ("TRL", "#b8860b"),
-    "sonicmoe": ("SonicMoE", "#5c4bb5"),
+    "sonicmoe": ("SonicMoE", "#6f4e37"),
 }
 _OTHERS = ("#8c564b", "#e377c2", "#17becf", "#5c4bb5")  # colors of the user's own providers
 

@@ -605,7 +605,7 @@ def leave_a_file(cell, name):  # a first step
 
 
 def test_first_steps_run_in_processes(tmp_path):
-    """One that fails costs no other."""
+    """One that fails does not stop the others."""
     cell = Cell("rms_norm", (1, 1), "bfloat16", "forward", str(tmp_path))
     harness.warm_up([Job(cell, ("broken", "a", "b", "other"))], ("broken", "a", "b"), leave_a_file)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]

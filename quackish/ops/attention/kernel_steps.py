@@ -313,7 +313,7 @@ def steps_of(device: KernelDevice) -> AttentionSteps:
 
 
 def _aligned(t: Tensor) -> Tensor:
-    """t, or a copy if TMA cannot read it. Results that have the strides of one have those of the other."""
+    """t, or if TMA cannot read it a copy with the same order of heads and rows, from which results take theirs."""
     if t.data_ptr() % 16 == 0 and (t.is_contiguous() or legal_strides(t.shape, t.stride()) is not None):
         return t
     return empty_like(t, t.shape[3]).copy_(t)

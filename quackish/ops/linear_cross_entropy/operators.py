@@ -2,7 +2,8 @@
 
 Both run the same forward and backward, and differ in what happens to gradients that forward has computed:
 
-- The Function's first backward scales these buffers in place and returns them; a second one computes them again.
+- The Function's first backward scales these buffers in place and returns them. A second one computes them again, and so
+  does one in a CUDA graph that does not contain its forward.
 - The operators, for torch.compile, dispatch modes, subclasses and the portable path, are functional: autograd saves the
   gradients that the forward operator returns. Absent results are None.
 """
@@ -114,7 +115,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             return None, None, None, None
         check_same_device(_WHO, ctx.device, given.device)
         if given.is_cuda and not ctx.is_captured and is_capturing():
-            ctx.computed = _NOTHING  # each replay of a CUDA graph of backward alone would scale them again
+            ctx.computed = _NOTHING  # each replay would scale forward's gradients again
         grads = [as_plain(_WHO, grad) for grad in grads]
         if not all(grad is None or grad.data_ptr() for grad in grads):
             check_memory(_WHO, **dict(zip(_GRAD_NAMES, grads, strict=False)))

@@ -156,7 +156,7 @@ def run_backward(call: KernelCall, saved: Saved, partial_dw: Tensor | None, need
     if plan.schedule == "stored" and call.grad_outputs.entropy is None:
         return stored_backward(call, saved, needed)
     if not call.grad_outputs.has_row_grads() and grads_in_forward(plan, needed).any():
-        # an earlier backward used them: compute them again
+        # an earlier backward has scaled them, or a CUDA graph of backward alone must not: compute them again
         state = RowState.new(call.device, call.m, plan.return_stats)
         _, _, computed = run_forward(call._replace(state=state, grad_outputs=NO_GRADS), needed)
         partial_dw, needed = computed.dw, needed.without(computed.grads)
@@ -259,7 +259,7 @@ def scale_kept(
 ) -> tuple[Chunk, Tensor | None]:
     """The chunk of saved.exp_logits, with row_scale and its target entries computed, and scaled_x if dw is needed."""
     exp_logits, (rows, v) = saved.exp_logits, saved.exp_logits.shape
-    if exp_logits.stride() != padded_strides(v) or exp_logits.data_ptr() % 16:  # of a hook, or of compiled code
+    if exp_logits.stride() != padded_strides(v) or exp_logits.data_ptr() % 16:  # a hook or compiled code moved it
         exp_logits = padded_matrix(call.device, rows, v, exp_logits.dtype).copy_(exp_logits)
     chunk = Chunk(0, rows, saved.live_x, ExpLogits(exp_logits, v))
     scaled_x = allocate_live_x(call, rows) if needed.dw else None
