@@ -604,6 +604,7 @@ def leave_a_file(cell, name):  # a first step
     Path(cell.data, name).touch()
 
 
+@pytest.mark.exhaustive  # three processes import PyTorch
 def test_first_steps_run_in_processes(tmp_path):
     """One that fails does not stop the others."""
     cell = Cell("rms_norm", (1, 1), "bfloat16", "forward", str(tmp_path))
