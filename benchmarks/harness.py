@@ -58,9 +58,8 @@ def run(jobs: Sequence[Job], page: Page, args: argparse.Namespace, **options) ->
 def warm_up(jobs: Sequence[Job], names: Container[str], first_step: Callable[[Cell, str], object]) -> None:
     """Calls `first_step` for the cells of `jobs` and their providers in `names`, in several processes.
 
-    first_step: a function of a module, because it is sent to the processes
-
     What they compile is then in their caches on disk. Otherwise the measuring process compiles one kernel at a time.
+    first_step: a function of a module, because it is sent to the processes
     """
     todo = [(job.cell, name) for job in jobs for name in job.providers if name in names]
     workers = max(1, min(12, len(os.sched_getaffinity(0)) * 3 // 4, len(todo)))

@@ -69,9 +69,9 @@ def scaled_dot_product_attention(
 
     A row with no key left has o 0, lse -inf and gradients 0. Results and gradients are the same on every run. A row of
     o and of query's gradient does not depend on other rows, heads or batch entries; the sums of key's, value's and the
-    bias's gradients have a fixed order. Memory is that of the gradients and O(batch * heads * length), and if Lk is
-    no multiple of 8 a copy of the bias's gradient. Nothing is read back from a GPU. A call with neither bias, mask,
-    window, softcap nor return_lse is PyTorch's own function.
+    bias's gradients have a fixed order. A call takes the memory of its gradients and O(batch * heads * length). If Lk
+    is not a multiple of 8, the bias's gradient may take twice its memory. Nothing is read back from a GPU. A call with
+    neither bias, mask, window, softcap nor return_lse is PyTorch's own function.
 
     Raises:
         ValueError, TypeError: the shape, value, device or dtype of an argument.
