@@ -185,12 +185,22 @@ def schedule_rows() -> Table:
         yield title, ms(row), of_roof(row), gb(row)
 
 
+def limit_rows() -> Table:
+    yield "`memory_limit`, MB", "ms", "peak GB"
+    peak = ""
+    for row in rows_of("H200/schedules.md"):
+        name, _, limit = row.get("call", "").strip("`").partition("=")
+        if name == "memory_limit" and row["peak GB"] != peak:  # larger limits that allow the same are left out
+            peak = row["peak GB"]
+            yield f"{int(limit) / 1e6:.0f}", row["ms"], peak
+
+
 def torch_kernel_rows() -> Table:
     yield "", "ms", "peak GB", "error of dW"
     for title, name in {
         "quackish": "quackish",
-        "PyTorch 2.15's kernel, chunks of 256 rows (its default)": "torch-cute-256",
-        "the same, chunks of 4096 rows": "torch-cute-4096",
+        "PyTorch 2.15's kernel, chunks of 256 rows (its default)": "benchmarks.torch_kernel:rows_256",
+        "the same, chunks of 4096 rows": "benchmarks.torch_kernel:rows_4096",
     }.items():
         row = find_loss("H200/torch_2_15/linear_cross_entropy.csv", name, **HEADLINE)
         yield title, ms(row), gb(row), f"{float(row['err_dweight']):.4f}"
@@ -470,7 +480,7 @@ TABLES: dict[str, page_tables.Tables] = {
     },
     "measurements/linear_cross_entropy.md": {
         "h200": functools.partial(loss_rows, "H200"), "h100": functools.partial(loss_rows, "H100"),
-        "memory": loss_memory_rows, "schedules": schedule_rows, "tokens": token_rows,
+        "memory": loss_memory_rows, "schedules": schedule_rows, "limits": limit_rows, "tokens": token_rows,
         "few classes": few_classes_rows, "ignored": ignored_rows,
         "torch 2.15": torch_kernel_rows, "host": loss_host_rows, "errors": error_rows,
     },
