@@ -139,7 +139,7 @@ def test_the_model_is_near_what_the_h200_measured(counts):
     ratios = counts.hopper_ratios()
     assert len(ratios["linear_cross_entropy"]) >= 6
     for op in ("linear_cross_entropy", "mlp", "linear_divergence"):
-        assert 0.93 < min(ratios[op]) <= max(ratios[op]) < 1.07, op  # cards of one kind differ by 2 %
+        assert 0.95 < min(ratios[op]) <= max(ratios[op]) < (1.07 if op == "mlp" else 1.05), op
     assert 0.8 < min(ratios["rotary"]) <= max(ratios["rotary"]) < 0.9
 
 

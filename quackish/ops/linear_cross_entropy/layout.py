@@ -91,7 +91,7 @@ ONE_CHUNK_PER_H = 3.5
 ONE_CHUNK_BYTES = 1 << 30
 # Minimum rows per chunk of larger calls, absolute and per H. More rows cost memory but save little: a training step of
 # a 1B Llama with 16,384 rows (H 2048, V 128256, H100) took 266.0 ms and 36.4 GB in one chunk, 265.9 and 35.2 in chunks
-# of 8192 rows, 267.3 and 34.1 in chunks of 4096. benchmarks/results/chunk_rows.md has the head alone.
+# of 8192 rows, 267.3 and 34.1 in chunks of 4096. benchmarks/results/H200/schedules.md has the head alone.
 CHUNK_ROWS = 1 << 12
 CHUNK_ROWS_PER_H = 2.5
 # Maximum bytes of exp_logits that "auto" keeps until backward.
@@ -105,12 +105,12 @@ SCRATCH_BYTES_NO_DW = 1 << 28
 MIN_BLOCK = 2816
 # Classes per block of a dW that is summed over chunks: 13 MB of fp32 sums at H 4096. With chunks of 4096 rows, 768
 # classes make 64 cluster tiles per GEMM, one wave; 1024 classes make 96, almost two. Relative to `recompute` without
-# chunk_size that took 1.46 and 1.57 of the time (H200, M 8192, H 4096, V 128256, in two runs).
+# chunk_size that took 1.32 to 1.57 of the time (H200, M 8192, H 4096, V 128256, three runs).
 DW_BLOCK = 768
 # `recompute` keeps exp_logits of at least an eighth of the rows, 3 % of the GEMMs' time, or of none.
 KEPT_FROM = 8
 # Maximum classes per block if exp_logits of some rows are kept: 268 MB of fp32 sums of dW at H 4096. Not tuned:
-# M 16384, H 4096, V 128256, "none" took 92.5 ms (predicted: 89), without kept rows 104.7 (H200).
+# M 16384, H 4096, V 128256, "none" took 90.9 ms, without kept rows 103.2 (H200, benchmarks/results/H200/schedules.md).
 KEPT_BLOCK = 1 << 14
 KEPT_SCRATCH = 1 << 27  # bytes of partial sums, of GEMMs and rows
 COLUMN_MULTIPLE = 256  # of the classes of a block, and of the class where exp_logits are split
