@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import Tensor
 
 import quackish
@@ -318,7 +319,7 @@ def test_memory_of_the_portable_path(dtype, reduction):
         args = make(m, h, teacher_h, v, dtype, mask=masked)
         leaves = [args[name].requires_grad_() for name in ("input", "linear_weight", "linear_bias")]
         sizes = schedule.Sizes(
-            m, v, h, dtype, schedule.Needed(dtype, dtype, dtype), reduction == "none", masked, portable=True
+            m, v, h, dtype, schedule.Needed(dtype, dtype, dtype), reduction == "none", masked, portable="cpu"
         )
         limit = schedule.memory_of(schedule.Layout(128, 128), sizes) if several else 1 << 40
         layout = schedule.layout_within(limit, sizes)

@@ -82,7 +82,7 @@ def _why_portable(t: Tensors, plan: Plan) -> str:
 
 def sizes_of(t: Tensors, plan: Plan) -> Sizes:
     (m, _), (v, h) = t.x.shape, t.w.shape
-    portable = plan.backend == "reference" or bool(_why_portable(t, plan))
+    portable = t.x.device.type if plan.backend == "reference" or _why_portable(t, plan) else ""
     return Sizes(m, v, h, plan.dtype, needed_of(t, plan), plan.reduction == "none", t.mask is not None, portable)
 
 

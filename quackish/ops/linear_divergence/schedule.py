@@ -87,7 +87,7 @@ class Sizes(NamedTuple):
     needed: Needed
     per_row: bool  # reduction "none"
     masked: bool
-    portable: bool
+    portable: str  # the type of the device that the portable path runs on, "" on kernels
 
 
 def memory_of(layout: Layout, sizes: Sizes) -> int:
@@ -101,7 +101,7 @@ def memory_of(layout: Layout, sizes: Sizes) -> int:
     always += 0 if portable else (6 + several * -(-m // max(block, 1))) << 20
 
     # logits to dlogits
-    logits = 2 * chunk * stride * wide + (reference.bytes_of_rows(chunk, v, wide) if portable else 0)
+    logits = 2 * chunk * stride * wide + (reference.bytes_of_rows(chunk, v, wide, portable) if portable else 0)
     if not any(needed):
         return logits + always
     dlogits, dx = block * stride * dtype.itemsize, m * h * (needed.dx.itemsize if needed.dx else 0)
