@@ -1,0 +1,152 @@
+"""A training step of Llama 3.2 1B by plain transformers, quackish and Unsloth's full fine-tuning.
+
+    python -m benchmarks.unsloth_step                  writes results/<GPU>/unsloth_step.md; needs Unsloth
+    python -m benchmarks.unsloth_step --tiny           a tiny model on the CPU, to test this program
+
+Unsloth changes transformers when it is imported. So each provider runs in processes of its own, which take turns and
+read the same weights and tokens. Unsloth compiles layers, so the others are measured with compiled layers too. A step
+is forward, backward and optimizer, as in llama_step.py.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks import harness
+from quackish.bench.environment import environment, version
+from quackish.bench.report import markdown_table
+from quackish.testing.timing import bursts
+
+PROVIDERS = ("plain", "quackish", "unsloth", "plain, layers compiled", "quackish, layers compiled")
+TURNS = 3
+OFFLINE = dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "UNSLOTH_DISABLE_STATISTICS"), "1")
+ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}  # as Unsloth sets it
+
+
+def save(folder: Path, device: torch.device) -> None:
+    """Random weights, tokens, and a tokenizer, without which Unsloth loads no model."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+    from benchmarks.llama_step import LLAMA, TINY
+
+    torch.manual_seed(0)
+    with device:
+        config = LlamaConfig(**LLAMA | ({} if device.type == "cuda" else TINY))
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        ids = torch.randint(config.vocab_size, (8, 2048) if device.type == "cuda" else (2, 16))
+    model.save_pretrained(folder)
+    torch.save(ids.cpu(), folder / "ids.pt")
+    special = dict(unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    words = list(special.values()) + [f"w{i}" for i in range(4, config.vocab_size)]
+    tokens = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=tokens, **special).save_pretrained(folder)
+
+
+def load(provider: str, folder: Path, device: torch.device) -> Any:
+    library, _, compiled = provider.partition(", ")
+    if library == "unsloth":
+        from unsloth import FastLanguageModel
+
+        options = dict(load_in_4bit=False, full_finetuning=True, use_gradient_checkpointing=False, max_seq_length=2048)
+        return FastLanguageModel.from_pretrained(str(folder), dtype=torch.bfloat16, **options)[0]
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device)
+    if library == "quackish":
+        from quackish.integrations.transformers import apply
+
+        apply(model)
+    for layer in model.model.layers if compiled else ():
+        layer.compile(backend="inductor" if device.type == "cuda" else "aot_eager")
+    return model
+
+
+def measure(provider: str, folder: Path, device: torch.device) -> dict[str, Any]:
+    """In a process of its own: the loss, the norm of all gradients, milliseconds, and the peak in GB."""
+    model = load(provider, folder, device).train()
+    ids, optimizer = torch.load(folder / "ids.pt").to(device), torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
+    peaks = []
+
+    def step() -> None:
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        peaks.append(torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else 0.0)
+
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float32) for p in model.parameters()]
+    optimizer.step()  # allocates its state
+    optimizer.zero_grad()
+    times = bursts({provider: step}, device, *((5, 0.5) if device.type == "cuda" else (1, 0.01)))
+    norm = torch.stack(norms).norm().item()
+    return dict(loss=loss.item(), norm=norm, ms=times[provider].median / 1e3, gb=max(peaks[2:]))
+
+
+def in_a_process(provider: str, folder: Path) -> dict[str, Any]:
+    """`measure`, or a note if it fails."""
+    command = [sys.executable, "-m", "benchmarks.unsloth_step", "--measure", provider, "--folder", str(folder)]
+    variables = os.environ | OFFLINE | ALLOCATOR | {"UNSLOTH_COMPILE_LOCATION": str(folder / "unsloth")}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True)
+    if done.returncode:
+        return dict(note=(done.stderr.strip().splitlines() or [""])[-1])
+    return json.loads(next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{")))
+
+
+def row(provider: str, turns: Sequence[Mapping[str, Any]]) -> list[str]:
+    if note := next((turn["note"] for turn in turns if "note" in turn), ""):
+        return [provider, *[""] * 6, note]
+    ms = [turn["ms"] for turn in turns]
+    last = turns[-1]
+    numbers = (median(ms), min(ms), max(ms), last["gb"])
+    return [provider, *(f"{x:.4g}" for x in numbers), f"{last['loss']:.5f}", f"{last['norm']:.5f}", ""]
+
+
+def main(argv: Sequence[str] | None = None) -> Path | None:
+    """Returns the page."""
+    parser = harness.arguments("unsloth_step", __doc__, csv=False)
+    parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, the default without a GPU")
+    parser.add_argument("--measure", choices=PROVIDERS, help=argparse.SUPPRESS)  # for the processes
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.measure == "unsloth":
+        import unsloth  # noqa: F401  before anything imports transformers
+    device = torch.device("cpu") if args.tiny else harness.device_to_measure()
+    if args.measure:
+        print(json.dumps(measure(args.measure, args.folder, device)))
+        return None
+    turns: dict[str, list[dict[str, Any]]] = {provider: [] for provider in PROVIDERS}
+    with tempfile.TemporaryDirectory() as name:
+        save(Path(name), device)
+        for provider in PROVIDERS * (TURNS if device.type == "cuda" else 1):
+            turns[provider].append(in_a_process(provider, Path(name)))
+            print(provider, turns[provider][-1], flush=True)
+    about = environment(device, args.commit)
+    page = f"# Training steps beside Unsloth, Llama 3.2 1B, on {about['gpu']}\n\n"
+    page += f"Commit `{about['commit']}`, driver {about['driver']}, torch {about['torch']}, transformers "
+    page += (
+        f"{version('transformers')}, unsloth {version('unsloth')}. Medians of {TURNS} processes of each provider, in "
+    )
+    page += "turns, with the fastest and the slowest. The peak includes weights and optimizer.\n\n"
+    header = ("provider", "ms", "least", "most", "peak GB", "loss", "norm of gradients", "note")
+    rows = [row(*item) for item in turns.items()]
+    path = args.out / ("unsloth_step.md" if device.type == "cuda" else "unsloth_step_tiny.md")
+    harness.write_page(page + markdown_table(header, rows), path)
+    return path
+
+
+if __name__ == "__main__":
+    harness.main(main)
