@@ -96,9 +96,10 @@ def measure(provider: str, folder: Path, device: torch.device) -> dict[str, Any]
     return dict(loss=loss.item(), norm=norm, ms=times[provider].median / 1e3, gb=max(peaks[2:]))
 
 
-def in_a_process(provider: str, folder: Path) -> dict[str, Any]:
+def in_a_process(provider: str, folder: Path, options: Sequence[str]) -> dict[str, Any]:
     """`measure`, or a note if it fails."""
     command = [sys.executable, "-m", "benchmarks.unsloth_step", "--measure", provider, "--folder", str(folder)]
+    command += options
     variables = os.environ | OFFLINE | ALLOCATOR | {"UNSLOTH_COMPILE_LOCATION": str(folder / "unsloth")}
     done = subprocess.run(command, env=variables, capture_output=True, text=True)
     if done.returncode:
@@ -128,11 +129,12 @@ def main(argv: Sequence[str] | None = None) -> Path | None:
     if args.measure:
         print(json.dumps(measure(args.measure, args.folder, device)))
         return None
+    options = ["--tiny"] * args.tiny
     turns: dict[str, list[dict[str, Any]]] = {provider: [] for provider in PROVIDERS}
     with tempfile.TemporaryDirectory() as name:
         save(Path(name), device)
         for provider in PROVIDERS * (TURNS if device.type == "cuda" else 1):
-            turns[provider].append(in_a_process(provider, Path(name)))
+            turns[provider].append(in_a_process(provider, Path(name), options))
             print(provider, turns[provider][-1], flush=True)
     about = environment(device, args.commit)
     page = f"# Training steps beside Unsloth, Llama 3.2 1B, on {about['gpu']}\n\n"

@@ -37,19 +37,19 @@ def calls(monkeypatch):
 @pytest.mark.parametrize("table", schedules.TABLES, ids=lambda table: table.title)
 def test_gradients_of_each_call(calls, table):
     """Beside fp64, with the options that the row names."""
-    inputs = schedules.make(CPU, M, H, V)
-    steps = table.steps(inputs)
+    data = schedules.make(CPU, M, H, V)
+    steps = table.steps(data)
     assert len(steps) == len(STEPS[table.title])
     for (name, step), options in zip(steps.items(), STEPS[table.title], strict=True):
         per_token = table.title == "Losses per token" and name != "the mean loss"
         got = step()
         assert calls[-1] == options | (dict(reduction="none", return_stats=True) if per_token else {}), name
-        x, w = (t.detach().double().requires_grad_() for t in inputs[:2])
+        x, w = (t.detach().double().requires_grad_() for t in (data.x, data.w))
         log_p = (x @ w.t()).log_softmax(-1)
-        values = log_p.gather(1, inputs.target[:, None])[:, 0]
+        values = log_p.gather(1, data.target[:, None])[:, 0]
         if name in WITH_ENTROPY:
             values = values - (log_p.exp() * log_p).sum(-1)
-        loss = (values * inputs.token_weights).sum() if per_token else -values.mean()
+        loss = (values * step.token_weights).sum() if per_token else -values.mean()
         for grad, truth in zip(got, torch.autograd.grad(loss, (x, w)), strict=True):
             assert (grad - truth).norm() <= 2**-7 * truth.norm(), name
 
@@ -77,7 +77,7 @@ def test_peak_is_that_of_the_second_step(monkeypatch):
     log = []
 
     class OnGpu:
-        inputs = SimpleNamespace(x=SimpleNamespace(is_cuda=True))
+        data = SimpleNamespace(x=SimpleNamespace(is_cuda=True))
 
         def __call__(self):
             log.append("step")

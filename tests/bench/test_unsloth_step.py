@@ -30,13 +30,15 @@ def test_providers_compute_the_same_step(tmp_path):
     assert found[1] != found[0]  # quackish was applied
 
 
-def test_what_a_row_has(tmp_path, monkeypatch):
-    """The median of the turns, and the reason why a process failed."""
+@pytest.mark.parametrize("options", [[], ["--tiny"]])
+def test_what_a_row_has(options, tmp_path, monkeypatch):
+    """The median of the turns, and the reason why a process failed. A tiny model runs on the CPU in all processes."""
     monkeypatch.setattr(unsloth_step, "save", lambda *args: None)
     started = []
 
-    def run(command, env, **options):
+    def run(command, env, **_):
         started.append(command[4])
+        assert command[7:] == options
         assert env["HF_HUB_OFFLINE"] == "1"
         if command[4] == "unsloth":
             return subprocess.CompletedProcess(command, 1, "", "Traceback\nImportError: no unsloth\n")
@@ -47,7 +49,7 @@ def test_what_a_row_has(tmp_path, monkeypatch):
     monkeypatch.setattr(unsloth_step.harness, "device_to_measure", lambda: torch.device("cuda"))
     about = dict(gpu="a GPU", commit="abc", driver="1", torch="2")
     monkeypatch.setattr(unsloth_step, "environment", lambda device, commit: about)
-    rows = table(unsloth_step.main(["--commit", "abc", "--out", str(tmp_path)]).read_text())
-    assert started == [*unsloth_step.PROVIDERS] * 3
-    assert rows["plain"] == ["20", "10", "30", "4", "1.25000", "2.50000", ""]
+    rows = table(unsloth_step.main([*options, "--commit", "abc", "--out", str(tmp_path)]).read_text())
+    assert started == [*unsloth_step.PROVIDERS] * (1 if options else 3)
+    assert rows["plain"] == [*(["30"] * 3 if options else ["20", "10", "30"]), "4", "1.25000", "2.50000", ""]
     assert rows["unsloth"] == [*[""] * 6, "ImportError: no unsloth"]
