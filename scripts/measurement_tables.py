@@ -463,6 +463,16 @@ def trl_rows() -> Table:
         yield loss, *(row[column] for row in rows for column in ("ms", "peak GB")), rows[-1]["time / TRL's"]
 
 
+def unsloth_rows() -> Table:
+    columns = ("ms", "peak GB", "loss", "norm of gradients")
+    yield "", *columns
+    titles = {"plain": "unpatched", "quackish": "`apply(model)`", "unsloth": "Unsloth"}
+    for name in ("plain", "plain, layers compiled", "unsloth", "quackish", "quackish, layers compiled"):
+        row = find("H200/unsloth_step.md", provider=name)
+        provider, *compiled = name.split(", ")
+        yield ", ".join([titles[provider], *compiled]), *(row[column] for column in columns)
+
+
 def first_call_rows() -> Table:
     yield "", "compiled: seconds", "loaded: seconds"
     for op in ("rms_norm", "linear_cross_entropy"):
@@ -498,7 +508,7 @@ TABLES: dict[str, page_tables.Tables] = {
     },
     "measurements/training_steps.md": {
         "eager": functools.partial(step_rows, "no"), "compiled": functools.partial(step_rows, "layers"),
-        "olmoe": olmoe_rows, "trl": trl_rows,
+        "olmoe": olmoe_rows, "trl": trl_rows, "unsloth": unsloth_rows,
     },
 }  # fmt: skip
 

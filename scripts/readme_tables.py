@@ -45,15 +45,25 @@ def operation(card: str, cell: Cell) -> Times:
     return mine, min(others), min(pytorch)
 
 
-def step(card: str, model: str, compiled: str = "no") -> Times:
-    """A training step."""
+def step(card: str, model: str) -> Times:
+    """An eager training step."""
     names = {"quackish": "", "liger": "Liger", "plain": ""}
-    rows = [find(f"{card}/llama_step.csv", model=model, provider=name, compiled=compiled) for name in names]
+    rows = [find(f"{card}/llama_step.csv", model=model, provider=name, compiled="no") for name in names]
     ours, liger, plain = (
         Time(float(row["median_ms"]), float(row["peak_gb"]), name)
         for row, name in zip(rows, names.values(), strict=True)
     )
     return ours, liger, plain
+
+
+def compiled_step() -> Times:
+    """That of the 1B Llama with compiled layers on the H200, beside Unsloth, which compiles them too."""
+    names = {"quackish, layers compiled": "", "unsloth": "Unsloth", "plain, layers compiled": ""}
+    rows = [find("H200/unsloth_step.md", provider=name) for name in names]
+    ours, unsloth, plain = (
+        Time(float(row["ms"]), float(row["peak GB"]), name) for row, name in zip(rows, names.values(), strict=True)
+    )
+    return ours, unsloth, plain
 
 
 def loss(*shape: int) -> Cell:
@@ -78,7 +88,7 @@ def rows_of(card: str) -> dict[str, Callable[[], Times]]:
     large, rows = card == "H200", {}
     rows["1B Llama, an eager step"] = of_step("llama-1b")
     if large:
-        rows["the same, compiled"] = of_step("llama-1b", "layers")
+        rows["the same, layers compiled"] = compiled_step
     rows["4 layers of an 8B Llama, an eager step"] = of_step("llama-8b")
     if large:
         rows["Qwen3 1.7B, an eager step"] = of_step("qwen3-1.7b")

@@ -32,7 +32,7 @@ def test_providers_compute_the_same_step(tmp_path):
 
 @pytest.mark.parametrize("options", [[], ["--tiny"]])
 def test_what_a_row_has(options, tmp_path, monkeypatch):
-    """The median of the turns, and the reason why a process failed. A tiny model runs on the CPU in all processes."""
+    """The median of two turns, and the reason why a process failed. A tiny model runs on the CPU in all processes."""
     monkeypatch.setattr(unsloth_step, "save", lambda *args: None)
     started = []
 
@@ -42,7 +42,7 @@ def test_what_a_row_has(options, tmp_path, monkeypatch):
         assert env["HF_HUB_OFFLINE"] == "1"
         if command[4] == "unsloth":
             return subprocess.CompletedProcess(command, 1, "", "Traceback\nImportError: no unsloth\n")
-        result = dict(loss=1.25, norm=2.5, ms=[30.0, 10.0, 20.0][started.count(command[4]) - 1], gb=4.0)
+        result = dict(loss=1.25, norm=2.5, ms=[30.0, 10.0][started.count(command[4]) - 1], gb=4.0)
         return subprocess.CompletedProcess(command, 0, f"hello\n{json.dumps(result)}\nbye\n", "")
 
     monkeypatch.setattr(subprocess, "run", run)
@@ -50,6 +50,6 @@ def test_what_a_row_has(options, tmp_path, monkeypatch):
     about = dict(gpu="a GPU", commit="abc", driver="1", torch="2")
     monkeypatch.setattr(unsloth_step, "environment", lambda device, commit: about)
     rows = table(unsloth_step.main([*options, "--commit", "abc", "--out", str(tmp_path)]).read_text())
-    assert started == [*unsloth_step.PROVIDERS] * (1 if options else 3)
+    assert started == [*unsloth_step.PROVIDERS] * (1 if options else 2)
     assert rows["plain"] == [*(["30"] * 3 if options else ["20", "10", "30"]), "4", "1.25000", "2.50000", ""]
     assert rows["unsloth"] == [*[""] * 6, "ImportError: no unsloth"]
