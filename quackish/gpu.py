@@ -77,7 +77,7 @@ _ROOFS = {
     "H100 80GB HBM3": _H100_ROOFS,  # the device name of the SXM card
     # copy: 2 GB. add: `torch.add(a, b, out=c)` at 16384 x 65536 in bf16, benchmarks/results/H200/rms_norm.csv. gemm:
     # the three of linear cross entropy at 8192, 4096, 128256 by cuBLAS, 37 ms, linear_cross_entropy.csv in that folder;
-    # single GEMMs of 0.6 to 1.4 ms reach 746 to 843 there. Data sheet: 4.8 TB/s, 989 TFLOP/s.
+    # single GEMMs of 0.6 to 1.4 ms below the power limit reached 746 to 843. Data sheet: 4.8 TB/s, 989 TFLOP/s.
     "H200": Roofs(
         4.25e12,
         4.39e12,
