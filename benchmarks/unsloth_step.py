@@ -116,8 +116,18 @@ def row(provider: str, turns: Sequence[Mapping[str, Any]]) -> list[str]:
     return [provider, *(f"{x:.4g}" for x in numbers), f"{last['loss']:.5f}", f"{last['norm']:.5f}", ""]
 
 
+def page_of(about: Mapping[str, Any], turns: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    page = f"# Training steps beside Unsloth, Llama 3.2 1B, on {about['gpu']}\n\n"
+    page += f"Commit `{about['commit']}`, driver {about['driver']}, torch {about['torch']}, transformers "
+    processes = f"{len(turns[PROVIDERS[-1]])} processes of each provider, in turns, with the fastest and the slowest"
+    page += f"{version('transformers')}, unsloth {version('unsloth')}. Medians of {processes}. "
+    page += "The peak includes weights and optimizer.\n\n"
+    header = ("provider", "ms", "least", "most", "peak GB", "loss", "norm of gradients", "note")
+    return page + markdown_table(header, [row(*item) for item in turns.items()])
+
+
 def main(argv: Sequence[str] | None = None) -> Path | None:
-    """Returns the page."""
+    """Returns the page, which is written after each turn."""
     parser = harness.arguments("unsloth_step", __doc__, csv=False)
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, the default without a GPU")
     parser.add_argument("--measure", choices=PROVIDERS, help=argparse.SUPPRESS)  # for the processes
@@ -131,22 +141,14 @@ def main(argv: Sequence[str] | None = None) -> Path | None:
         return None
     options = ["--tiny"] * args.tiny
     turns: dict[str, list[dict[str, Any]]] = {provider: [] for provider in PROVIDERS}
+    path = args.out / ("unsloth_step.md" if device.type == "cuda" else "unsloth_step_tiny.md")
     with tempfile.TemporaryDirectory() as name:
         save(Path(name), device)
-        for provider in PROVIDERS * (TURNS if device.type == "cuda" else 1):
-            turns[provider].append(in_a_process(provider, Path(name), options))
-            print(provider, turns[provider][-1], flush=True)
-    about = environment(device, args.commit)
-    page = f"# Training steps beside Unsloth, Llama 3.2 1B, on {about['gpu']}\n\n"
-    page += f"Commit `{about['commit']}`, driver {about['driver']}, torch {about['torch']}, transformers "
-    page += (
-        f"{version('transformers')}, unsloth {version('unsloth')}. Medians of {TURNS} processes of each provider, in "
-    )
-    page += "turns, with the fastest and the slowest. The peak includes weights and optimizer.\n\n"
-    header = ("provider", "ms", "least", "most", "peak GB", "loss", "norm of gradients", "note")
-    rows = [row(*item) for item in turns.items()]
-    path = args.out / ("unsloth_step.md" if device.type == "cuda" else "unsloth_step_tiny.md")
-    harness.write_page(page + markdown_table(header, rows), path)
+        for _ in range(TURNS if device.type == "cuda" else 1):
+            for provider in PROVIDERS:
+                turns[provider].append(in_a_process(provider, Path(name), options))
+                print(provider, turns[provider][-1], flush=True)
+            harness.write_page(page_of(environment(device, args.commit), turns), path)
     return path
 
 

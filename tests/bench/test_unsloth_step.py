@@ -32,11 +32,12 @@ def test_providers_compute_the_same_step(tmp_path):
 
 @pytest.mark.parametrize("options", [[], ["--tiny"]])
 def test_what_a_row_has(options, tmp_path, monkeypatch):
-    """The median of two turns, and the reason why a process failed. A tiny model runs on the CPU in all processes."""
+    """Medians of two turns, written after each, and why a process failed. With --tiny all processes use the CPU."""
     monkeypatch.setattr(unsloth_step, "save", lambda *args: None)
     started = []
 
     def run(command, env, **_):
+        assert (tmp_path / "unsloth_step.md").exists() == (len(started) >= len(unsloth_step.PROVIDERS))
         started.append(command[4])
         assert command[7:] == options
         assert env["HF_HUB_OFFLINE"] == "1"
