@@ -4,8 +4,9 @@
     python -m benchmarks.unsloth_step --tiny           a tiny model on the CPU, to test this program
 
 Unsloth changes transformers when it is imported. So each provider runs in processes of its own, which take turns and
-read the same weights and tokens. Unsloth compiles layers, so the others are measured with compiled layers too. A step
-is forward, backward and optimizer, as in llama_step.py.
+read the same weights and tokens. Unsloth compiles layers, so the others are measured with compiled layers too, and
+keeps the weights of norms in fp32. A step is forward, backward and optimizer, as in llama_step.py. What processes print
+goes to unsloth_step.log: Unsloth says there what it compiled, and what it could not.
 """
 
 import argparse
@@ -96,12 +97,14 @@ def measure(provider: str, folder: Path, device: torch.device) -> dict[str, Any]
     return dict(loss=loss.item(), norm=norm, ms=times[provider].median / 1e3, gb=max(peaks[2:]))
 
 
-def in_a_process(provider: str, folder: Path, options: Sequence[str]) -> dict[str, Any]:
+def in_a_process(provider: str, folder: Path, options: Sequence[str], log: Path) -> dict[str, Any]:
     """`measure`, or a note if it fails."""
     command = [sys.executable, "-m", "benchmarks.unsloth_step", "--measure", provider, "--folder", str(folder)]
     command += options
     variables = os.environ | OFFLINE | ALLOCATOR | {"UNSLOTH_COMPILE_LOCATION": str(folder / "unsloth")}
     done = subprocess.run(command, env=variables, capture_output=True, text=True)
+    with log.open("a", encoding="utf-8") as file:
+        file.write(f"# {provider}\n{done.stdout}{done.stderr}\n")
     if done.returncode:
         return dict(note=(done.stderr.strip().splitlines() or [""])[-1])
     return json.loads(next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{")))
@@ -112,16 +115,16 @@ def row(provider: str, turns: Sequence[Mapping[str, Any]]) -> list[str]:
         return [provider, *[""] * 6, note]
     ms = [turn["ms"] for turn in turns]
     last = turns[-1]
-    numbers = (median(ms), min(ms), max(ms), last["gb"])
+    numbers = (median(ms), min(ms), max(ms), max(turn["gb"] for turn in turns))
     return [provider, *(f"{x:.4g}" for x in numbers), f"{last['loss']:.5f}", f"{last['norm']:.5f}", ""]
 
 
 def page_of(about: Mapping[str, Any], turns: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     page = f"# Training steps beside Unsloth, Llama 3.2 1B, on {about['gpu']}\n\n"
     page += f"Commit `{about['commit']}`, driver {about['driver']}, torch {about['torch']}, transformers "
-    processes = f"{len(turns[PROVIDERS[-1]])} processes of each provider, in turns, with the fastest and the slowest"
-    page += f"{version('transformers')}, unsloth {version('unsloth')}. Medians of {processes}. "
-    page += "The peak includes weights and optimizer.\n\n"
+    page += f"{version('transformers')}, unsloth {version('unsloth')}. Processes of each provider, in turns: "
+    page += f"{len(turns[PROVIDERS[-1]])}. Times are medians of them, and the fastest and the slowest. The peak, the "
+    page += "largest, includes weights and optimizer. Loss and norm are those of the last process.\n\n"
     header = ("provider", "ms", "least", "most", "peak GB", "loss", "norm of gradients", "note")
     return page + markdown_table(header, [row(*item) for item in turns.items()])
 
@@ -142,11 +145,14 @@ def main(argv: Sequence[str] | None = None) -> Path | None:
     options = ["--tiny"] * args.tiny
     turns: dict[str, list[dict[str, Any]]] = {provider: [] for provider in PROVIDERS}
     path = args.out / ("unsloth_step.md" if device.type == "cuda" else "unsloth_step_tiny.md")
+    args.out.mkdir(parents=True, exist_ok=True)
+    log = path.with_suffix(".log")
+    log.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as name:
         save(Path(name), device)
         for _ in range(TURNS if device.type == "cuda" else 1):
             for provider in PROVIDERS:
-                turns[provider].append(in_a_process(provider, Path(name), options))
+                turns[provider].append(in_a_process(provider, Path(name), options, log))
                 print(provider, turns[provider][-1], flush=True)
             harness.write_page(page_of(environment(device, args.commit), turns), path)
     return path

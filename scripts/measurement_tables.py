@@ -140,7 +140,10 @@ def norm_host_rows() -> Table:
             yield title, *(row[column] for row in found for column in ("us", "of torch"))
 
 
-LOSSES = ["1024x4096x128256", "4096x2048x32000", "8192x2048x151936", "8192x4096x128256", "65536x4096x128256"]
+LOSSES = [
+    "1024x4096x128256", "4096x2048x32000", "8192x2048x151936", "8192x4096x128256", "16384x4096x128256",
+    "65536x4096x128256",
+]  # fmt: skip
 LOSS_PROVIDERS = {
     "quackish": "quackish", '`"recompute"`': "quackish-recompute", "QuACK, fastest": "quack*", "Liger": "liger",
     "Liger, Hopper kernels": "liger-cute-sm90",

@@ -47,23 +47,20 @@ def operation(card: str, cell: Cell) -> Times:
 
 def step(card: str, model: str) -> Times:
     """An eager training step."""
-    names = {"quackish": "", "liger": "Liger", "plain": ""}
-    rows = [find(f"{card}/llama_step.csv", model=model, provider=name, compiled="no") for name in names]
-    ours, liger, plain = (
-        Time(float(row["median_ms"]), float(row["peak_gb"]), name)
-        for row, name in zip(rows, names.values(), strict=True)
+    rows = (
+        find(f"{card}/llama_step.csv", model=model, provider=name, compiled="no")
+        for name in ("quackish", "liger", "plain")
     )
-    return ours, liger, plain
+    ours, liger, plain = (Time(float(row["median_ms"]), float(row["peak_gb"])) for row in rows)
+    return ours, liger._replace(name="Liger"), plain
 
 
 def compiled_step() -> Times:
-    """That of the 1B Llama with compiled layers on the H200, beside Unsloth, which compiles them too."""
-    names = {"quackish, layers compiled": "", "unsloth": "Unsloth", "plain, layers compiled": ""}
-    rows = [find("H200/unsloth_step.md", provider=name) for name in names]
-    ours, unsloth, plain = (
-        Time(float(row["ms"]), float(row["peak GB"]), name) for row, name in zip(rows, names.values(), strict=True)
-    )
-    return ours, unsloth, plain
+    """That of the 1B Llama with compiled layers on the H200. Unsloth, which compiles them too, is faster than Liger."""
+    names = ("quackish, layers compiled", "unsloth", "plain, layers compiled")
+    rows = (find("H200/unsloth_step.md", provider=name) for name in names)
+    ours, unsloth, plain = (Time(float(row["ms"]), float(row["peak GB"])) for row in rows)
+    return ours, unsloth._replace(name="Unsloth"), plain
 
 
 def loss(*shape: int) -> Cell:
@@ -88,7 +85,7 @@ def rows_of(card: str) -> dict[str, Callable[[], Times]]:
     large, rows = card == "H200", {}
     rows["1B Llama, an eager step"] = of_step("llama-1b")
     if large:
-        rows["the same, layers compiled"] = compiled_step
+        rows["1B Llama, layers compiled"] = compiled_step
     rows["4 layers of an 8B Llama, an eager step"] = of_step("llama-8b")
     if large:
         rows["Qwen3 1.7B, an eager step"] = of_step("qwen3-1.7b")

@@ -54,3 +54,5 @@ def test_what_a_row_has(options, tmp_path, monkeypatch):
     assert started == [*unsloth_step.PROVIDERS] * (1 if options else 2)
     assert rows["plain"] == [*(["30"] * 3 if options else ["20", "10", "30"]), "4", "1.25000", "2.50000", ""]
     assert rows["unsloth"] == [*[""] * 6, "ImportError: no unsloth"]
+    (log,) = tmp_path.glob("*.log")
+    assert log.read_text().count("# unsloth\nTraceback") == len(started) / 5
