@@ -17,7 +17,6 @@ import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -83,24 +82,23 @@ TARGETS = (
 
 
 class Step:
-    """A training step by one provider, on a copy of the model that shares all weights."""
+    """A training step by one provider."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor):
-        self.model = copy.deepcopy(model, {id(p): p for p in model.parameters()})
-        self.optimizer, self.ids = optimizer, ids
-        self.module: ModuleType = sys.modules[type(model).__module__]
-        self.replaced: dict[str, object] = {}  # globals of the model's module that this step patches
+        self.model, self.optimizer, self.ids = model, optimizer, ids
+        self.globals: dict[str, object] = {}  # of the model's module, if this step patches some
+        self.replaced: dict[str, object] = {}  # what it patches
         self.peak = 0
         self.columns: dict[str, object] = {}
 
     def forward_and_backward(self) -> Tensor:
-        former = {name: getattr(self.module, name) for name in self.replaced}
-        vars(self.module).update(self.replaced)
+        former = {name: self.globals[name] for name in self.replaced}
+        self.globals.update(self.replaced)
         try:
             loss = self.model(input_ids=self.ids, labels=self.ids, use_cache=False).loss
             loss.backward()
         finally:
-            vars(self.module).update(former)
+            self.globals.update(former)
         return loss.detach()
 
     def __call__(self) -> None:
@@ -122,11 +120,17 @@ class Step:
         self()
 
 
+def sharing_weights(model: nn.Module) -> nn.Module:
+    """A copy of the model with the same parameters."""
+    return copy.deepcopy(model, {id(p): p for p in model.parameters()})
+
+
 def with_liger(step: Step, function: str) -> None:
-    before = dict(vars(step.module))
+    step.globals = vars(sys.modules[type(step.model).__module__])
+    before = dict(step.globals)
     getattr(importlib.import_module("liger_kernel.transformers"), function)(model=step.model)
-    step.replaced = {name: value for name, value in vars(step.module).items() if value is not before.get(name)}
-    vars(step.module).update({name: before[name] for name in step.replaced})
+    step.replaced = {name: value for name, value in step.globals.items() if value is not before.get(name)}
+    step.globals.update({name: before[name] for name in step.replaced})
 
 
 def compile_model(step: Step, compiled: str) -> None:
@@ -205,7 +209,7 @@ def measure(name: str, model: Model, modes: Sequence[str], device: torch.device)
         module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
         ids = torch.randint(config.vocab_size, model.tokens)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.0, fused=True)
-    return times_of(all_steps(name, model, lambda: Step(module, optimizer, ids), modes), device)
+    return times_of(all_steps(name, model, lambda: Step(sharing_weights(module), optimizer, ids), modes), device)
 
 
 def verdicts(rows: Mapping[Key, dict]) -> list[tuple[str, str]]:

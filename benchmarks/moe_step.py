@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, OlmoeConfig
 
 from benchmarks import harness
-from benchmarks.llama_step import Step
+from benchmarks.llama_step import Step, sharing_weights
 from quackish.bench.environment import environment, version
 from quackish.bench.report import markdown_table
 from quackish.integrations.transformers import apply
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
         ids = torch.randint(config.vocab_size, (8, 2048) if on_gpu else (2, 16))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
 
-    steps = {name: Step(model, optimizer, ids) for name in PROVIDERS}
+    steps = {name: Step(sharing_weights(model), optimizer, ids) for name in PROVIDERS}
     for name, step in steps.items():
         PROVIDERS[name](step.model)
         step.warm_up()

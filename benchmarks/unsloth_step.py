@@ -55,7 +55,7 @@ def save(folder: Path, device: torch.device) -> None:
 
 
 def load(provider: str, folder: Path, device: torch.device) -> Any:
-    library, _, compiled = provider.partition(", ")
+    library = provider.partition(",")[0]
     if library == "unsloth":
         from unsloth import FastLanguageModel
 
@@ -68,33 +68,20 @@ def load(provider: str, folder: Path, device: torch.device) -> Any:
         from quackish.integrations.transformers import apply
 
         apply(model)
-    for layer in model.model.layers if compiled else ():
-        layer.compile(backend="inductor" if device.type == "cuda" else "aot_eager")
     return model
 
 
 def measure(provider: str, folder: Path, device: torch.device) -> dict[str, Any]:
     """In a process of its own: the loss, the norm of all gradients, milliseconds, and the peak in GB."""
+    from benchmarks.llama_step import Step, compile_model
+
     model = load(provider, folder, device).train()
-    ids, optimizer = torch.load(folder / "ids.pt").to(device), torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
-    peaks = []
-
-    def step() -> None:
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        peaks.append(torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else 0.0)
-
-    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-    loss.backward()
-    norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float32) for p in model.parameters()]
-    optimizer.step()  # allocates its state
-    optimizer.zero_grad()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
+    step = Step(model, optimizer, torch.load(folder / "ids.pt").to(device))
+    compile_model(step, "layers" if provider.endswith("layers compiled") else "no")
+    step.warm_up()
     times = bursts({provider: step}, device, *((5, 0.5) if device.type == "cuda" else (1, 0.01)))
-    norm = torch.stack(norms).norm().item()
-    return dict(loss=loss.item(), norm=norm, ms=times[provider].median / 1e3, gb=max(peaks[2:]))
+    return step.columns | dict(ms=times[provider].median / 1e3, gb=step.peak / 1e9)
 
 
 def in_a_process(provider: str, folder: Path, options: Sequence[str], log: Path) -> dict[str, Any]:
@@ -116,7 +103,7 @@ def row(provider: str, turns: Sequence[Mapping[str, Any]]) -> list[str]:
     ms = [turn["ms"] for turn in turns]
     last = turns[-1]
     numbers = (median(ms), min(ms), max(ms), max(turn["gb"] for turn in turns))
-    return [provider, *(f"{x:.4g}" for x in numbers), f"{last['loss']:.5f}", f"{last['norm']:.5f}", ""]
+    return [provider, *(f"{x:.4g}" for x in numbers), last["loss"], last["grad_norm"], ""]
 
 
 def page_of(about: Mapping[str, Any], turns: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:

@@ -43,7 +43,7 @@ def test_what_a_row_has(options, tmp_path, monkeypatch):
         assert env["HF_HUB_OFFLINE"] == "1"
         if command[4] == "unsloth":
             return subprocess.CompletedProcess(command, 1, "", "Traceback\nImportError: no unsloth\n")
-        result = dict(loss=1.25, norm=2.5, ms=[30.0, 10.0][started.count(command[4]) - 1], gb=4.0)
+        result = dict(loss="1.25000", grad_norm="2.50000", ms=[30.0, 10.0][started.count(command[4]) - 1], gb=4.0)
         return subprocess.CompletedProcess(command, 0, f"hello\n{json.dumps(result)}\nbye\n", "")
 
     monkeypatch.setattr(subprocess, "run", run)

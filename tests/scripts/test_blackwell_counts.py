@@ -138,9 +138,8 @@ def test_gemms_of_experts_have_the_flops_of_all_rows(counts):
 def test_the_model_is_near_what_the_h200_measured(counts):
     ratios = counts.hopper_ratios()
     assert len(ratios["linear_cross_entropy"]) >= 6
-    most = {"linear_cross_entropy": 1.05, "mlp": 1.07, "linear_divergence": 1.05}  # mlp ran on a faster card
-    for op in most:
-        assert 0.95 < min(ratios[op]) <= max(ratios[op]) < most[op], op
+    for op in ("linear_cross_entropy", "mlp", "linear_divergence"):
+        assert 0.95 < min(ratios[op]) <= max(ratios[op]) < 1.06, op  # cards of one kind differ by 2 %
     assert 0.8 < min(ratios["rotary"]) <= max(ratios["rotary"]) < 0.9
 
 
