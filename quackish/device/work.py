@@ -44,8 +44,8 @@ class Estimate:
 
 
 # The other arithmetic of a score (conversions, additions, maxima, masks) takes about twice the time of its exponential.
-# Times in benchmarks/results are at most 3 % above `most_us`, except up to 90 % in windows of up to 64 tokens. With 1
-# instead of 2, more are up to 10 % above.
+# Times in benchmarks/results are at most 5 % above `most_us`, but twice it in windows of up to 64 tokens. With 1
+# instead of 2, triangles are up to 29 % above.
 _PER_EXPONENTIAL = 2
 
 

@@ -110,7 +110,7 @@ DW_BLOCK = 768
 # `recompute` keeps exp_logits of at least an eighth of the rows, 3 % of the GEMMs' time, or of none.
 KEPT_FROM = 8
 # Maximum classes per block if exp_logits of some rows are kept: 268 MB of fp32 sums of dW at H 4096. Not tuned:
-# M 16384, H 4096, V 128256, "none" took 90.9 ms, without kept rows 103.2 (H200, benchmarks/results/H200/schedules.md).
+# M 16384, H 4096, V 128256, "none" took 93.4 ms, without kept rows 104.9 (H200, benchmarks/results/H200/schedules.md).
 KEPT_BLOCK = 1 << 14
 KEPT_SCRATCH = 1 << 27  # bytes of partial sums, of GEMMs and rows
 COLUMN_MULTIPLE = 256  # of the classes of a block, and of the class where exp_logits are split
