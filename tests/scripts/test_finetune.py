@@ -21,10 +21,11 @@ def finetune(monkeypatch):
 def test_both_curves_agree_and_fall(tmp_path, finetune, capsys):
     (tmp_path / "poem.txt").write_text("The rain in Spain stays mainly in the plain. " * 2000)
     curves = finetune.main(f"--device cpu --steps 20 --data {tmp_path}/poem.txt --out {tmp_path}/out".split())
-    theirs, ours = (curves[name].losses for name in ("torch", "quackish"))
+    exact, theirs, ours = (curves[name].losses for name in (finetune.EXACT, "torch", "quackish"))
     assert len(ours) == 20
-    # Both are fp32 and differ only in the order of sums.
-    assert ours == pytest.approx(theirs, rel=1e-4)
+    assert theirs == pytest.approx(exact, rel=1e-2)
+    assert theirs != exact  # one of them is in bf16
+    assert ours == pytest.approx(theirs, rel=1e-3)
     assert ours != theirs  # quackish was applied to one of them
     assert ours[-1] < ours[0] - 1, "the loss does not fall"
     assert (tmp_path / "out" / "finetune.png").stat().st_size > 1000
@@ -34,7 +35,7 @@ def test_both_curves_agree_and_fall(tmp_path, finetune, capsys):
         "torch", "torch", "quackish", "torch", "quackish", "wrote"
     ]  # fmt: skip
     held_out = [float(line.partition("held out ")[2].partition(",")[0]) for line in printed[:3]]
-    assert held_out == pytest.approx([held_out[0]] * 3, rel=1e-3)
+    assert held_out == pytest.approx([held_out[0]] * 3, rel=1e-2)
 
 
 @pytest.mark.gpu
