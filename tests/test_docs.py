@@ -238,6 +238,7 @@ def run_in(copy: Path, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.exhaustive
 def test_the_examples_tests_pass(with_softmax):
     """Its own, and those that walk over all operations."""
     walk = "tests/test_operations.py", "tests/device/test_work.py", "tests/test_layers.py"

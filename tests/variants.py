@@ -19,6 +19,13 @@ def one_per(key, cases):
     return params
 
 
+def few_of(few, *values):
+    """A list of the product of the values for parametrize. Cases that are not in `few` are exhaustive."""
+    return [
+        pytest.param(*case, marks=() if case in few else pytest.mark.exhaustive) for case in itertools.product(*values)
+    ]
+
+
 def one_per_kernel(cases):
     """For cases (name, problem, GPU): one problem and one GPU of each kernel are not exhaustive."""
     return one_per(lambda name, problem, gpu: name, cases)

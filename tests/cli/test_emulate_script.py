@@ -65,6 +65,7 @@ def test_a_program_written_for_a_gpu(tmp_path):
     assert done.returncode == 0
 
 
+@pytest.mark.exhaustive
 def test_a_fault_of_a_program(tmp_path):
     done = emulate(tmp_path, SCRIPT.replace("block=[SIZE", "block=[1024"), "3", "5")
     assert done.returncode == 1

@@ -64,17 +64,15 @@ def of_family(family: str) -> list[emulator_forms.Case]:
     ]
 
 
-LATE = ("cp", "mbarrier", "wgmma")  # that tests run by default; test_tcgen05.py runs tcgen05's late
-OTHERS_LATE = ("tcgen05", "st", "bar", "barrier", "mapa")
+SLOW = ("tcgen05", "cp", "ld", "setp", "st", "wgmma")  # more than a second each
+LATE = ("tcgen05", "cp", "mbarrier", "wgmma", "st", "bar", "barrier", "mapa")
 
 
 @pytest.mark.parametrize(
     "family, completion",
     [
-        *((family, "at_once") for family in FAMILIES if family != "tcgen05"),
-        pytest.param("tcgen05", "at_once", marks=pytest.mark.exhaustive),  # 6 s
-        *((family, "late") for family in LATE),
-        *(pytest.param(family, "late", marks=pytest.mark.exhaustive) for family in OTHERS_LATE if family in FAMILIES),
+        *(pytest.param(family, "at_once", marks=[pytest.mark.exhaustive] * (family in SLOW)) for family in FAMILIES),
+        *(pytest.param(family, "late", marks=pytest.mark.exhaustive) for family in LATE if family in FAMILIES),
     ],
 )
 def test_forms_compute_what_the_manual_says(family, completion):

@@ -721,6 +721,7 @@ def assert_passed(check: str, failures: dict[str, str]) -> None:
         pytest.fail(failures[check], pytrace=False)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("check", named(TWO))
 def test_two_processes(check, two_processes):
     assert_passed(check, two_processes)

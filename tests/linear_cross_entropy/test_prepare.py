@@ -66,7 +66,7 @@ def check(asked, x, w, target, kw, **options):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, pytest.param(FP16, marks=pytest.mark.exhaustive)], ids=str)
 def test_prepares_the_kernels_of_a_call(dtype, name, reduction, asked):
     for schedule in SCHEDULES:
         for m, h, v, chunk_size in ((300, 8, 700, 128), (40, 64, 1000, None)):

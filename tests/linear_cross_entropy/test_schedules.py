@@ -38,6 +38,7 @@ from tests.linear_cross_entropy.cases import (
     truth,
     unit_roundoff,
 )
+from tests.variants import few_of
 from tests.wrapper_tensor import Wrapper
 
 pytestmark = on_kernels
@@ -124,9 +125,11 @@ def keeps_first(limits):
     limits(STORED_BYTES=0, rows_to_keep=lambda *args: 128, scratch_columns=lambda *args: 256, KEPT_BLOCK=512)
 
 
+LIVE = {300: "plain", 200: "bias", 128: "scaled", 60: "plain", 0: "bias"}
+
+
 @pytest.mark.parametrize("dw_dtype", [BF16, FP32])
-@pytest.mark.parametrize("name", ["plain", "bias", "scaled"])
-@pytest.mark.parametrize("live", [300, 200, 128, 60, 0])
+@pytest.mark.parametrize("live, name", few_of(LIVE.items(), LIVE, ("plain", "bias", "scaled")))
 def test_exp_logits_of_the_first_chunk_are_kept(live, name, dw_dtype, keeps_first, path):
     m, h, v = 300, 64, 2500
     x, w, target, kw = path.case(m, h, v, dtype=dw_dtype, **OPTIONS[name])
@@ -190,7 +193,7 @@ def test_kept_exp_logits_are_compiled(keeps_first, path):
     assert counter.frame_count <= 2
 
 
-@pytest.mark.parametrize("dw_dtype", [BF16, FP32])
+@pytest.mark.parametrize("dw_dtype", [FP32, pytest.param(BF16, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("where", ["below", "above", "at"])
 def test_targets_around_the_end_of_the_first_classes(where, dw_dtype, narrow, path):
     m, h, v = 600, 512, 4000
@@ -233,7 +236,7 @@ def test_gradients_with_cancellation(v, mean, schedule, path):
     assert norm_error(dw, true[1]) <= 1.02 * norm_error(theirs, true[1])
 
 
-@pytest.mark.parametrize("dw_dtype", [BF16, FP32])
+@pytest.mark.parametrize("dw_dtype", [FP32, pytest.param(BF16, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", ["plain", "bias", "softcap"])
 @pytest.mark.parametrize("ignored", [False, True])
 def test_recompute_with_a_chunk_size(ignored, name, dw_dtype, limits, path):
@@ -448,8 +451,10 @@ def test_pytorchs_sort_gives_the_same_bits(schedule, ignored, request, path):
     assert presorted == [False] * chunks + [True] * chunks
 
 
-@pytest.mark.parametrize("buffer", [None, FP16, FP32], ids=str)
-@pytest.mark.parametrize("options", ["plain", "weight", "scaled", "all"])
+BUFFERS = {"plain": None, "weight": FP16, "scaled": FP32, "all": None}
+
+
+@pytest.mark.parametrize("options, buffer", few_of(BUFFERS.items(), BUFFERS, (None, FP16, FP32)))
 def test_fp16_gradients_of_mean_over_many_rows_are_accurate(options, buffer, path):
     """(p - onehot) / rows would be subnormal in fp16."""
     x, w, target, kw = path.case(m=3000, h=8, v=1000, dtype=FP16, **OPTIONS[options])

@@ -125,7 +125,8 @@ def test_kernels_in_the_emulator(where, dtype, v, beta, reduction):
     assert {launch.kernel for launch in report.launches} == {"gemm", "divergence_rows"} | scaled
 
 
-@pytest.mark.parametrize("where", [QUICK, pytest.param("b200/at_once/1", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("where", [QUICK, "b200/at_once/1"])
 def test_a_row_over_a_cluster(where, monkeypatch):
     for family, variant in ROWS_SPEC.on.items():
         rule = variant._replace(rule=lambda problem, gpu: DivergenceRowsConfig(64, 4, 1))

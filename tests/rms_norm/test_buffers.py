@@ -15,7 +15,7 @@ from tests import buffer_layouts
 from tests.rms_norm.cases import BF16, FP32, Functions, assert_same, buffer_case, on, step
 
 
-@pytest.mark.parametrize("shape", [(16,), (4, 16)], ids=str)
+@pytest.mark.parametrize("shape", [(16,), pytest.param((4, 16), marks=pytest.mark.exhaustive)], ids=str)
 @pytest.mark.parametrize("buffer", [FP32, BF16, "strided"], ids=str)
 def test_dweight_out(norm_anywhere, buffer, shape):
     x, w, dy, out = buffer_case(shape, buffer)

@@ -17,7 +17,7 @@ from quackish.testing.errors import same_bits
 from quackish.types import RotaryLayout
 from tests.emulator_cases import BLACKWELL, QUICK, emulated
 from tests.rotary.cases import BF16, FP16, FP32, FP64, KERNELS, LAYOUTS, case, functions, normal, step, truth
-from tests.variants import check_compiles
+from tests.variants import check_compiles, one_per
 
 rotary = quackish.rotary
 
@@ -44,9 +44,8 @@ def check_emulated(name, where):
     assert [launch.kernel for launch in report.launches] == ["rotary", "rotary"]  # one each way
 
 
-@pytest.mark.parametrize("name", ["halves", "to halves, not aligned", "half table, tail"])
-def test_emulated(name):
-    check_emulated(name, QUICK)
+def test_emulated():
+    check_emulated("halves", QUICK)
 
 
 def test_negative_bit_emulated():
@@ -66,9 +65,10 @@ def test_emulated_everywhere(name, where):
     check_emulated(name, where)
 
 
-@pytest.mark.parametrize("problem", SPEC.samples, ids=lambda problem: problem.layout)
-@pytest.mark.parametrize("gpu", [H200, B200], ids=["sm_90a", "sm_100a"])
-def test_no_register_spills(problem, gpu):
+@pytest.mark.parametrize(
+    "gpu, problem", one_per(lambda gpu, problem: gpu, itertools.product((H200, B200), SPEC.samples))
+)
+def test_no_register_spills(gpu, problem):
     check_compiles("rotary", problem, choose(problem, gpu).config, gpu, ctas_per_sm=4)
 
 
@@ -90,6 +90,7 @@ def test_nan_stays_in_its_pair_and_other_elements_keep_their_bits():
 # Bits -----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_bits_depend_on_the_row_alone():
     """Not on batch, length, heads, the number of CTAs, and whether rows are aligned."""
     q, k, cos, sin = inputs = case(2, 5, 1, 19, 32)
@@ -126,7 +127,7 @@ def layouts(t):
     yield t[..., :1].expand(t.shape), False
 
 
-@pytest.mark.parametrize("where", ["portable", QUICK])
+@pytest.mark.parametrize("where", ["portable", pytest.param(QUICK, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("lead", [(), (2,), (2, 3)], ids=str)
 def test_strides(lead, where):
     """Of q, its result and its gradients, whatever those of the incoming gradient are."""
