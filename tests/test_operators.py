@@ -225,6 +225,7 @@ print(counter.get_total_flops())
 """
 
 
+@pytest.mark.exhaustive
 def test_a_process_with_few_operators():
     """Names of quackish are imported when they are used: formulas need operators that this program does not use."""
     done = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True, cwd=Path(__file__).parents[1])

@@ -480,6 +480,7 @@ def test_a_decoder_layer_writes_two_files(tmp_path, in_this_process):
         assert "/ " in path.with_suffix(".md").read_text()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU all cells are measured")
 def test_grouped_mlp_writes_rows_of_every_split_and_of_the_router(tmp_path, in_this_process):
     path, moe_path = grouped_mlp.main(["--out", str(tmp_path)])

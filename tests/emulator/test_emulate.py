@@ -163,6 +163,7 @@ def test_gemms_execute_no_matrix_instruction_too_many():
 # Blocks ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_gpus_by_name_and_with_fewer_sms():
     grids = {}
     for gpu in ("H200", H200, SMALL):

@@ -95,6 +95,7 @@ def test_all_shapes_of_matrices():
     assert not wrong, "\n".join(wrong[:40])
 
 
+@pytest.mark.exhaustive
 def test_every_form_has_a_case():
     assert [
         emulator_forms.case_name(form) for form in emulator_forms.forms() if not emulator_forms.cases_of(form)

@@ -89,7 +89,7 @@ def normalize():
 
 
 @pytest.mark.parametrize("call", [normalize, multiply])
-@pytest.mark.parametrize("completion", ["at_once", "late"])
+@pytest.mark.parametrize("completion", ["at_once", pytest.param("late", marks=pytest.mark.exhaustive)])
 def test_lines_sum_up_to_the_launch(call, completion):
     """With bulk copies, atomic operations and threads that poll."""
 

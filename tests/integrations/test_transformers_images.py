@@ -17,6 +17,7 @@ import quackish
 
 transformers = pytest.importorskip("transformers", minversion="5")
 from quackish.integrations.transformers import apply, revert  # noqa: E402
+from tests.variants import one_per  # noqa: E402
 
 
 @pytest.fixture
@@ -177,7 +178,7 @@ class Calls:
         return function(*args, **options)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", one_per(lambda name: MODELS[name][:2], MODELS))
 def test_images(script, monkeypatch, name):
     kind, case = getattr(transformers, f"{name}ForConditionalGeneration", None), MODELS[name]
     if kind is None:

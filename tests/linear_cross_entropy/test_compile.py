@@ -98,7 +98,7 @@ def test_compiled_equals_eager_for_many_m_with_two_graphs(return_lse, with_buffe
     assert frames.frame_count <= 2  # the first M, then any M
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_compiled_with_a_memory_limit_and_other_numbers(dynamic):
     """Numbers that torch.compile makes symbolic: the second value in a call, or all with dynamic=True."""
     torch._dynamo.reset()

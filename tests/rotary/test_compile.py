@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 rotary = quackish.rotary
 
 
-@pytest.mark.parametrize("where", ["portable", QUICK])
+@pytest.mark.parametrize("where", ["portable", pytest.param(QUICK, marks=pytest.mark.exhaustive)])
 def test_opcheck(where):
     q, k, cos, sin = case()
     with emulated(where) if where == QUICK else torch.enable_grad():
