@@ -79,6 +79,7 @@ def test_the_names_of_providers(capsys):
     assert capsys.readouterr().out == "providers of rms_norm: quackish, quack, liger-cute, liger-triton, torch\n"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(gpu, reason="is about a machine without a GPU")
 def test_without_a_gpu_shapes_are_small(tmp_path, capsys):
     rows = bench(tmp_path, "linear_cross_entropy", "--model", "llama3-8b", "qwen3-8b")
