@@ -23,7 +23,7 @@ for _name in ("CACHE", "CONFIG"):
     os.environ[f"QUACKISH_{_name}_DIR"] = str(Path(__file__).parents[1] / "out" / "tests" / _name.lower())
 
 
-gc.set_threshold(700, 10, 100)  # full collections, a tenth as many: each scans every library's objects for 0.3 s
+gc.set_threshold(700, 10, 100)  # fewer full collections: each scans the objects of every library
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # at a normal end, nanobind reports objects of Triton's that are still alive
     atexit.register(os._exit, 0)
